@@ -275,6 +275,7 @@ def test_gradients_do_not_cross_the_border():
     loop = Loop("cpu", fused=True)
     step = tk.graphed(loop, loop.optimizer)
     (tokens, targets), *_ = batches("cpu")
+    assert not any(each.requires_grad for each in step(tokens, targets=targets).values())
     loop.model(tokens).sum().backward()
     with pytest.raises(ValueError, match="a parameter has a gradient before the step; accumulate within the step"):
         step(tokens, targets=targets)

@@ -116,11 +116,15 @@ def test_a_transposed_weight_is_read_in_place(backend, dtype, device, rows):
         check_parity("linear", backend, tensors, {"activation": activation})
 
 
-def test_threads_do_not_change_the_bits_of_bfloat16(backend):
-    """Under autocast, with float32 weights; odd numbers of rows and columns give half a pair."""
+@pytest.mark.parametrize("sizes", [(1001, 131, 71), (1001, 40, 300)], ids=str)
+def test_threads_do_not_change_the_bits_of_bfloat16(backend, sizes):
+    """Under autocast, with float32 weights; odd numbers of rows and columns give half a pair.
+
+    In the second case the same rows of dweight are shared by threads.
+    """
     if backend != "cpu":
         pytest.skip("PyTorch's products are not tested here")
-    tensors = {name: each.requires_grad_() for name, each in make(1001, 131, 71, torch.float32, "cpu").items()}
+    tensors = {name: each.requires_grad_() for name, each in make(*sizes, torch.float32, "cpu").items()}
     threads, results = torch.get_num_threads(), []
     try:
         for count in (1, 2, 5):

@@ -140,12 +140,13 @@ def with_gradients(call: Any) -> list[Tensor]:
     return [y, *torch.autograd.grad((y * weights).sum(), leaves)] if leaves else [y]
 
 
+@pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("name", REROUTED)
-def test_a_rerouted_call_means_the_same(name: str) -> None:
-    """In float64, so that another alignment, polarity or axis cannot hide in a tolerance."""
+def test_a_rerouted_call_means_the_same(name: str, autocast: bool) -> None:
+    """In float64, so that another alignment, polarity or axis cannot hide in a tolerance; autocast leaves it alone."""
     operation, make = REROUTED[name]
     expected = with_gradients(make())
-    with tk.accelerate(backend="torch") as block:
+    with tk.accelerate(backend="torch") as block, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         found = with_gradients(make())
     assert [(row.operation, row.backend, row.calls) for row in block.report().rows] == [(operation, "torch", 1)]
     for mine, theirs in zip(found, expected, strict=True):
