@@ -6,7 +6,8 @@ program maps too, and in which `python -m pytest -p tests.support.aarch64.plugin
 
 from __future__ import annotations
 
-import ctypes
+import functools
+import itertools
 import os
 import re
 import shlex
@@ -16,9 +17,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from transformer_kernels.backends import build
+from transformer_kernels.backends import build, cpu
 
 HERE = Path(__file__).parent
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
@@ -70,18 +69,22 @@ def environment(program: Path, file: Path) -> dict[str, str]:
     }
 
 
+class _Executed(Exception):
+    """The driver has executed the call, which the compiled module is not to execute."""
+
+
 class _Kernel:
     """A function of the module; like a compiled one it has a name and no Python code."""
 
-    def __init__(self, module: Emulated, name: str) -> None:
-        self._module, self.__name__ = module, name
+    def __init__(self, execute: Any, compiled: Any, name: str) -> None:
+        self._execute, self._compiled, self.__name__ = execute, compiled, name
 
-    def __call__(self, *arguments: Any, **fields: Any) -> None:
-        self._module.call(self.__name__, (*arguments, *fields.values()))
+    def __call__(self, *arguments: Any, **fields: Any) -> Any:
+        return self._execute(self._compiled, *arguments, **fields)
 
 
 class Emulated:
-    """As the module `_cpu`, with every kernel executed by the driver. `executed` has the names of those called."""
+    """The module `_cpu`, with every kernel executed by the driver. `executed` has the names of those called."""
 
     source_hash, vendor, processor = "", "", "plain"
     built = instruction_sets = ("plain",)
@@ -92,11 +95,13 @@ class Emulated:
         self._driver = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=clean
         )
-        self._lock = threading.Lock()
+        self._lock, self._local = threading.Lock(), threading.local()
+        self._compiled = cpu.load()
+        self.within = self._compiled.within
         self.executed: set[str] = set()
-        for kernels in KERNELS.values():
-            for name in kernels:
-                setattr(self, name, _Kernel(self, name))
+        for name in itertools.chain(*KERNELS.values()):
+            if name not in MEASURING:
+                setattr(self, name, _Kernel(self._execute, getattr(self._compiled, name), name))
 
     def instruction_set(self) -> str:
         return "plain"
@@ -105,11 +110,25 @@ class Emulated:
         if name != "plain":
             raise ValueError(f"the instruction set must be one that this processor has (plain); got {name}")
 
-    @staticmethod
-    def within(indices: int, count: int, limit: int, ignored: int) -> bool:
-        """As the function of csrc/cpu/module.cpp, which is no kernel."""
-        values = torch.frombuffer((ctypes.c_int64 * count).from_address(indices), dtype=torch.int64)
-        return bool((((values >= 0) & (values < limit)) | (values == ignored)).all())
+    def record_with(self, recorder: Any) -> Any:
+        before, self._local.recorder = getattr(self._local, "recorder", None), recorder
+        return before
+
+    def _execute(self, compiled: Any, *arguments: Any, **fields: Any) -> Any:
+        """Call or bind a kernel of the compiled module, whose recorder passes the call to the driver."""
+        before = self._compiled.record_with(self._send)
+        try:
+            return functools.partial(self._execute, compiled(*arguments, **fields))
+        except _Executed:
+            return None
+        finally:
+            self._compiled.record_with(before)
+
+    def _send(self, name: str, names: list[str], arguments: tuple[Any, ...]) -> None:
+        if (recorder := getattr(self._local, "recorder", None)) is not None:
+            recorder(name, names, arguments)
+        self.call(name, arguments)
+        raise _Executed
 
     def call(self, name: str, arguments: tuple[Any, ...]) -> None:
         line = " ".join([name, *_words(arguments)])
