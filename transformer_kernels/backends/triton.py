@@ -100,8 +100,30 @@ class Launch:
         if self._compiled is None:
             self._kernel[self._grid](*pointers, *self._arguments, **self._options)
             return
-        key: list[Any] = [device]
-        addresses, address_bits = _addresses(pointers, key)
+        addresses: list[Any] = []
+        key: list[Any] = [device]  # a kernel's records need no brackets in it
+        address_bits = 0
+        for x in pointers:
+            if x is None:
+                addresses.append(None)
+                key.append(None)
+            elif isinstance(x, tuple):
+                record: tuple[int | None, ...] = ()
+                for each in x:
+                    if each is None:
+                        record += (None,)
+                        key += (None,)
+                    else:
+                        address = each.data_ptr()
+                        address_bits |= address
+                        record += (address,)
+                        key += (each.dtype,)
+                addresses.append(record)
+            else:
+                address = x.data_ptr()
+                address_bits |= address
+                addresses.append(address)
+                key.append(x.dtype)
         triton, types = load(), tuple(key)
         known = None if address_bits % 16 or _is_profiled(triton.knobs.runtime) else self._compiled.get(types)
         if known is None:
@@ -112,27 +134,6 @@ class Launch:
         run, function, packed = known
         stream = triton.runtime.driver.active.get_current_stream(device)
         run(*self._grid, stream, function, packed, None, None, None, *addresses, *self._arguments)
-
-
-def _addresses(pointers: tuple[Pointer, ...], key: list[Any]) -> tuple[tuple[Any, ...], int]:
-    """The addresses of the pointers, in tuples for records, and the union of their bits; appends their types to `key`,
-    in which a kernel's records need no brackets."""
-    addresses: list[Any] = []
-    bits = 0
-    for x in pointers:
-        if x is None:
-            addresses.append(None)
-            key.append(None)
-        elif isinstance(x, tuple):
-            record, record_bits = _addresses(x, key)
-            addresses.append(record)
-            bits |= record_bits
-        else:
-            address = x.data_ptr()
-            bits |= address
-            addresses.append(address)
-            key.append(x.dtype)
-    return tuple(addresses), bits
 
 
 planned = functools.lru_cache(maxsize=1024)

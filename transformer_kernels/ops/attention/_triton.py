@@ -95,7 +95,8 @@ def backward(
         plan.short_backward(inputs.pointers, pointers, inputs.extras)
     else:
         plan.query_gradient(inputs.pointers, pointers, inputs.extras)
-        plan.key_gradient(inputs.pointers, pointers._replace(dlse=None), inputs.extras)
+        without_dlse = Backward(out, statistics, dout, None, delta, *own)
+        plan.key_gradient(inputs.pointers, without_dlse, inputs.extras)
     dbias = _bias_gradient(inputs, pointers) if wanted[3] else None
     if own is not into:
         into[1].copy_(own[1])
