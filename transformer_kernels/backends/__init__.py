@@ -33,7 +33,7 @@ class Machine(Protocol):
         """
 
     def allocator(self, device: torch.device) -> Any:
-        """(sizes, strides, dtype) -> uninitialised memory, for this pass of a call."""
+        """A function (sizes, strides, dtype) -> uninitialised tensor, valid for one pass of a call."""
 
     def sum_like(self, parameter: Tensor, wanted: bool) -> Tensor | None:
         """Contiguous memory for a parameter's gradient, a sum over rows; None where it is not computed."""
@@ -49,7 +49,7 @@ class Machine(Protocol):
 
 
 class Compiled:
-    """The kernels of a family on one machine. `bound_to(machine, call)` binds them to the calls of one layout."""
+    """The kernels of a family on one machine; `bound_to` is the family's subclass of `Bound`."""
 
     bound_to: Any
 
@@ -57,16 +57,27 @@ class Compiled:
         self.machine, self.__name__ = machine, machine.__name__
 
     def bound(self, call: Any) -> Any:
-        """`forward` and `backward` for calls of this layout."""
+        """The kernels bound to the layout of this call, with `forward` and `backward`."""
         return self.bound_to(self.machine, call)
 
     def forward(self, call: Any) -> Any:
-        """That of the calls of this layout."""
+        """Bind the kernels and run the forward pass."""
         return self.bound(call).forward(call)
 
     def backward(self, call: Any, result: Any, grads: Any, wanted: Any) -> Any:
-        """That of the calls of this layout."""
+        """Bind the kernels and run the backward pass."""
         return self.bound(call).backward(call, result, grads, wanted)
+
+
+class Bound:
+    """The kernels of one machine bound to calls of one layout, of which `x` is a tensor."""
+
+    def __init__(self, machine: Machine, x: Tensor) -> None:
+        self._machine, self._device, self._dtype = machine, x.device, machine.DTYPE_CODES[x.dtype]
+
+    def _bind(self, kernel: str, **fields: Any) -> Any:
+        """`Machine.bind` with the fields that follow the dtype in the kernel's structure."""
+        return self._machine.bind(kernel, self._device, dtype=self._dtype, **fields)
 
 
 Memory = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
@@ -74,12 +85,12 @@ Memory = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 def memory_of(x: Tensor) -> Memory:
-    """That of a tensor like x."""
+    """The sizes, strides and dtype of x."""
     return tuple(x.shape), x.stride(), x.dtype
 
 
 def contiguous_memory(sizes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Memory:
-    """That of a contiguous tensor."""
+    """The sizes, strides and dtype of a contiguous tensor."""
     strides = [1]
     for size in reversed(sizes[1:]):
         strides.insert(0, strides[0] * size)

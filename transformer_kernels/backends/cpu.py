@@ -127,7 +127,7 @@ def bind(kernel: str, device: torch.device, **fields: Any) -> Any:
 
 
 def allocator(device: torch.device) -> Any:
-    """Outside of dispatch modes without the dispatcher, which takes twice as long."""
+    """Without a dispatch mode it bypasses the dispatcher, which takes twice as long."""
     return _empty_for_modes if dispatch_modes() else _empty
 
 

@@ -122,7 +122,7 @@ def index(ids: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def allocator(device: torch.device) -> Any:
-    """Of memory of this device."""
+    """`torch.empty_strided` on this device."""
     return lambda sizes, strides, dtype: torch.empty_strided(sizes, strides, dtype=dtype, device=device)
 
 

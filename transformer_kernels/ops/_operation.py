@@ -85,7 +85,8 @@ class Operation:
         differentiable: the fields that have a gradient.
         result: a NamedTuple of what forward returns, or None where that is one tensor.
         public: how many of the results, the first ones, are the caller's.
-        asked: an option of the public function; where it is false a planned call returns the first result alone.
+        all_outputs_if: the option of the public function without which only the first output is returned; None: always
+            all of them.
         dropped: tensor fields of the call that backward does without,
         dropped_when: call -> whether it does so in this call; in every call unless given.
         described: tensor fields whose shape and dtype are all that backward needs: they may be written to before it.
@@ -98,8 +99,8 @@ class Operation:
         by_pytorch: the backends in which it is PyTorch's operator: the vendor's library computes it best.
         kernels: the operation whose backend files answer, and `adapt`: from such a module to one of this operation.
         ahead: a backend may have `forward_with_gradient(call) -> (result, the gradient of a loss) or None`,
-            `scale_gradient(gradient, dloss)`, which multiplies it in its place, and, where that is not yet the gradient
-            of the call's tensors, `below(call, gradient, wanted) -> gradients`.
+            `scale_gradient(gradient, dloss)`, which multiplies it in place, and, where it is the gradient of an
+            intermediate result, `below(call, gradient, wanted)`, which returns the gradients of the call's tensors.
         second_order: (call, result, grads, wanted) -> gradients, in differentiable PyTorch. Without it a gradient that
             is to be differentiated again is an error.
         layout: what backends want of an incoming gradient.
@@ -118,7 +119,7 @@ class Operation:
         differentiable: tuple[str, ...],
         result: type[Any] | None = None,
         public: int = 1,
-        asked: str | None = None,
+        all_outputs_if: str | None = None,
         dropped: tuple[str, ...] = (),
         dropped_when: Callable[[Any], bool] | None = None,
         described: tuple[str, ...] = (),
@@ -135,8 +136,8 @@ class Operation:
         empty_gradients: Callable[[Any], tuple[Tensor | None, ...]] | None = None,
         check_when_run: Callable[[Any], None] | None = None,
     ) -> None:
-        self.name, self.call, self.result, self.public, self._asked = name, call, result, public, asked
-        self._not_asked = (None,) * (public - 1)
+        self.name, self.call, self.result, self.public = name, call, result, public
+        self._all_outputs_if, self._other_grads = all_outputs_if, (None,) * (public - 1)
         self.kernels, self.adapt, self.second_order = kernels or name, adapt, second_order
         self.folder, self.prepare, self._options = f"{__package__}.{self.kernels}", prepare, options.split()
         self.composed, self.by_pytorch, self.ahead = composed, by_pytorch, ahead
@@ -180,8 +181,7 @@ class Operation:
         plan = self.plans.get(layout)
         if plan is None:
             call = self.prepared(arguments, options)
-            is_asked = self._asked is None or arguments[self._options.index(self._asked) - len(self._options)]
-            public = self.public if is_asked else 1
+            public = self._public_of(arguments)
             if layout is None or layout in self.plans or is_traced(call[0]):
                 return self(call, backend, public)
             plan = self.planned(call, backend, public)
@@ -192,10 +192,15 @@ class Operation:
                 plan.check(call)
         if plan.composed is not None:
             return self.computed(plan, call, backend)
-        if plan.recorded:
+        if plan.recorded:  # as in `computed`, without its call
             return _recorded(plan, call, *plan.inputs(call))
         outputs = plan.forward(call)
         return outputs if self.result is None else plan.outputs(outputs)
+
+    def _public_of(self, arguments: tuple[Any, ...]) -> int:
+        """How many outputs a call of the public function returns."""
+        name = self._all_outputs_if
+        return self.public if name is None or arguments[self._options.index(name) - len(self._options)] else 1
 
     def prepared(self, arguments: tuple[Any, ...], options: Mapping[str, Any] = MappingProxyType({})) -> Any:
         """The validated call of the arguments of `run`."""
@@ -299,7 +304,7 @@ class Operation:
             first = first.resolve_neg()
         first = self.layout(first)
         if len(grads) == 1:
-            return first, *self._not_asked
+            return first, *self._other_grads
         return first, *[None if grad is None else grad.resolve_neg().contiguous() for grad in grads[1:]]
 
     def _placed(self, gradients: Iterable[Any], wanted: tuple[bool, ...]) -> list[Any]:

@@ -127,13 +127,13 @@ class Plan:
 
     Attributes:
         module: the backend's `forward` and `backward`.
-        forward: its `forward`; where one result is returned and it has them, `forward_recorded`, which computes that
-            and what backward needs, or without backward `forward_alone`.
+        forward: its `forward`, or a variant for calls that return one output, if it has that: `forward_recorded`, which
+            also computes what backward needs, or `forward_alone`.
         ahead, below: its `forward_with_gradient` and `below`, or None.
-        second_order: that of the module, or of the operation.
-        composed: that of the operation, or None where the module `computes` these calls.
+        second_order: the module's or the operation's function for gradients that are differentiated again.
+        composed: the operation's `composed`, or None if the module `computes` these calls itself.
         recorded: whether autograd records the call.
-        public, outputs: how many of the results are the caller's, and the function that picks them.
+        public, outputs: the number of results that are returned, and the function that selects them.
         check: what is checked in every call, or None.
         call: the arguments -> the validated call, once the plan is remembered.
         inputs: the call -> its differentiable tensors, which autograd records.

@@ -73,7 +73,7 @@ class BucketedSampler(ShuffledSampler):
 
 
 class NumberedSampler(BucketedSampler):
-    """Item i of epoch e has the number i + e * length, so that what is drawn for an item can differ between epochs."""
+    """Batches of numbers i + e * length for item i of epoch e, from which per-epoch randomness can be seeded."""
 
     def _arrange(self, order: Tensor, generator: torch.Generator) -> Tensor:
         return super()._arrange(order, generator) + self.epoch * self.length

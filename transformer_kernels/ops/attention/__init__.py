@@ -230,7 +230,7 @@ OPERATION = _operation.Operation(
     "softcap sinks return_lse",
     result=AttentionResult,
     public=2,
-    asked="return_lse",
+    all_outputs_if="return_lse",
     fake=_fake,
     differentiable=("q", "k", "v", "scores.bias", "scores.sinks"),
     kept=("out", "lse", "statistics"),

@@ -22,7 +22,7 @@ class Angles(NamedTuple):
     interleaved: bool
 
     def layout(self) -> tuple[int, int, bool]:
-        """Of cos and sin (1 or B, L, R / 2) the batch stride, R / 2, and whether pairs are interleaved."""
+        """The batch stride and width R / 2 of cos and sin (1 or B, L, R / 2), and whether pairs are interleaved."""
         _, length, half = self.cos.shape
         return 0 if len(self.cos) == 1 else length * half, half, self.interleaved
 

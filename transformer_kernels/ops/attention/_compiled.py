@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from transformer_kernels.backends import Compiled, Machine, Memory, contiguous_memory, cuda, in_dtype_of
+from transformer_kernels.backends import Bound, Compiled, Machine, Memory, contiguous_memory, cuda, in_dtype_of
 from transformer_kernels.ops._operation import Grads, Wanted
 from transformer_kernels.ops.attention import AttentionCall, AttentionResult, Into
 from transformer_kernels.ops.attention._common import Angles, beyond, broadcast_strides, shift_gradient
@@ -31,7 +31,7 @@ PATHS = {"auto": 0, "general": 1, "short": 2, "sm90": 3}  # csrc/ops/attention.c
 path = "auto"  # tests and benchmarks name the kernels of a GPU that they mean
 
 Strides = tuple[int, ...]
-"""Of batches, heads and rows (B, H, L); the last axis is contiguous."""
+"""The strides of batches, heads and rows (B, H, L); the last axis is contiguous."""
 
 NO_VIEW, NO_ANGLES = (0, 0, 0, 0), (0, 0, 0, 0, False)
 NO_BIAS = (1, 1, 1, 1), (0, 0, 0, 0)
@@ -39,12 +39,13 @@ NO_OPTIONS = (None,) * 5
 NO_SUMS = {"dlse": 0, "dbias": 0, "delta": 0}
 
 
-class Attention:
+class Attention(Bound):
     """Forward and backward by the compiled kernels of one machine, for calls of one layout."""
 
     def __init__(self, machine: Machine, call: AttentionCall) -> None:
+        super().__init__(machine, call.q)
         q, k, v, scores, _, self._dropout_p = call
-        self._machine, self._device, self._bound = machine, q.device, dict[Any, Any]()
+        self._kernels = dict[Any, Any]()
         self._numbers: dict[str, Any] = {"batch": q.shape[0], "heads": q.shape[1], "kv_heads": k.shape[1]}
         self._numbers |= {"queries": q.shape[2], "keys": k.shape[2], "width": q.shape[3]}
         self._numbers |= {"scale": scores.scale, "left": scores.left, "right": scores.right, "softcap": scores.softcap}
@@ -54,7 +55,6 @@ class Attention:
         self._statistics = contiguous_memory((*rows[:2], 2, rows[2]))
         self._gradients: tuple[Strides, ...] = self._like_q[1][:3], *[self._like_k[1][:3]] * 2
         self._strides = [x.stride()[:3] for x in (q, k, v)]
-        self._dtype = q.dtype
         bias, slopes, starts = scores.bias, scores.alibi_slopes, scores.cu_seqlens
         sizes, strides = NO_BIAS if bias is None else (tuple(bias.shape), broadcast_strides(bias))
         self._biased: dict[str, Any] = {"bias_is_float32": bias is not None and bias.dtype is torch.float32}
@@ -76,15 +76,13 @@ class Attention:
         """
         table = None if angles is None else angles.layout()
         key = path, table, dout_strides, strides
-        kernel = self._bound.get(key)
+        kernel = self._kernels.get(key)
         if kernel is None:
             q, k, v, out = ((None, *each) for each in (*self._strides, self._like_q[1][:3]))
             gradients = () if dout_strides is None else (dout_strides, *(strides or self._gradients))
             dout, dq, dk, dv = [(None, *each) for each in gradients] or [NO_VIEW] * 4
-            kernel = self._bound[key] = self._machine.bind(
+            kernel = self._kernels[key] = self._bind(
                 name,
-                self._device,
-                dtype=self._machine.DTYPE_CODES[self._dtype],
                 q=q,
                 k=k,
                 v=v,
@@ -129,10 +127,10 @@ class Attention:
         recorded: bool = True,
     ) -> AttentionResult:
         """Kernels of a GPU write lse and statistics in each call."""
-        empty, every = self._machine.allocator(self._device), self._machine is cuda
+        empty, writes_all = self._machine.allocator(self._device), self._machine is cuda
         out = empty(*like)
-        lse = empty(*self._lse) if returns_lse or every else None
-        statistics = empty(*self._statistics) if recorded or every else None
+        lse = empty(*self._lse) if returns_lse or writes_all else None
+        statistics = empty(*self._statistics) if recorded or writes_all else None
         kernel = self._kernel("attention_forward", angles)
         kernel(q, k, v, out, lse, statistics, *self._options(call.scores, angles), call.seed)
         return AttentionResult(out, lse, statistics)  # type: ignore[arg-type]
@@ -149,11 +147,11 @@ class Attention:
         """dq, dk, dv, which are `into` where it is given, and dbias, bit for bit the same each time."""
         dout, dlse = grads
         dout = torch.zeros_like(result.out) if dout is None else dout
-        empty, every = self._machine.allocator(self._device), self._machine is cuda
+        empty, writes_all = self._machine.allocator(self._device), self._machine is cuda
         if into is None:
-            dq = empty(*self._like_q) if every or wanted[0] else None
-            dk = empty(*self._like_k) if every or wanted[1] else None
-            dv = empty(*self._like_k) if every or wanted[2] else None
+            dq = empty(*self._like_q) if writes_all or wanted[0] else None
+            dk = empty(*self._like_k) if writes_all or wanted[1] else None
+            dv = empty(*self._like_k) if writes_all or wanted[2] else None
             strides = None
         else:
             (dq, dk, dv), strides = into, tuple(x.stride()[:3] for x in into)
@@ -186,7 +184,7 @@ class Attention:
 
 
 class PackedAttention(Attention):
-    """The same for packed projections, which are passed on without views of queries, keys and values."""
+    """Attention on packed projections: queries, keys and values are offsets into one tensor."""
 
     def __init__(self, machine: Machine, call: PackedAttentionCall, inner: AttentionCall) -> None:
         super().__init__(machine, inner)
@@ -229,12 +227,12 @@ class Kernels(Compiled):
     bound_to = Attention
 
     def forward(self, call: AttentionCall, angles: Angles | None = None) -> AttentionResult:
-        """That of the calls of this layout."""
+        """Bind the kernels and run the forward pass."""
         result: AttentionResult = self.bound(call).forward(call, angles)
         return result
 
     def backward(self, call: AttentionCall, *given: Any, **options: Any) -> tuple[Tensor | None, ...]:
-        """That of the calls of this layout."""
+        """Bind the kernels and run the backward pass."""
         gradients: tuple[Tensor | None, ...] = self.bound(call).backward(call, *given, **options)
         return gradients
 
@@ -277,7 +275,7 @@ def _unsupported_on_gpu(call: AttentionCall) -> str | None:
 
 
 def _output_memory(x: Tensor) -> Memory:
-    """That of a tensor of x's shape (B, H, L, D) that is laid out in memory as (B, L, H, D)."""
+    """The sizes (B, H, L, D) and dtype of x, with strides of the memory layout (B, L, H, D)."""
     batch, heads, length, width = x.shape
     row = heads * width
     return (batch, heads, length, width), (length * row, width, row, 1), x.dtype

@@ -91,13 +91,13 @@ def backward(
     if plan.short_backward is None or wanted[3]:
         delta = torch.empty(plan.lse_shape, dtype=torch.float32, device=q.device)
     pointers = Backward(out, statistics, dout, dlse, delta, *own)
+    without_dlse = pointers if dlse is None else pointers._replace(dlse=None)
     if plan.short_backward is not None:
         plan.short_backward(inputs.pointers, pointers, inputs.extras)
     else:
         plan.query_gradient(inputs.pointers, pointers, inputs.extras)
-        without_dlse = Backward(out, statistics, dout, None, delta, *own)
         plan.key_gradient(inputs.pointers, without_dlse, inputs.extras)
-    dbias = _bias_gradient(inputs, pointers) if wanted[3] else None
+    dbias = _bias_gradient(inputs, without_dlse, dlse) if wanted[3] else None
     if own is not into:
         into[1].copy_(own[1])
         into[2].copy_(own[2])
@@ -381,13 +381,13 @@ def _splits(programs: int, blocks: int, multiprocessors: int) -> int:
     return next(count for count, value in zip(candidates, efficiency, strict=True) if value >= 0.85 * max(efficiency))
 
 
-def _bias_gradient(inputs: _Inputs, pointers: Backward) -> Tensor:
+def _bias_gradient(inputs: _Inputs, pointers: Backward, dlse: Tensor | None) -> Tensor:
     """dbias, summed over broadcast axes: each program sums dS over one split, then the splits are reduced."""
     bias = inputs.bias
     assert bias is not None
     if bias.shape[3] == 1:
-        return shift_gradient(pointers.dlse, pointers.statistics, bias)
+        return shift_gradient(dlse, pointers.statistics, bias)
     splits, launch = inputs.plan.bias_gradient
     partial = torch.empty((splits, *bias.shape), dtype=bias.dtype if splits == 1 else torch.float32, device=bias.device)
-    launch(inputs.pointers, pointers._replace(dlse=None), partial, inputs.extras)
+    launch(inputs.pointers, pointers, partial, inputs.extras)
     return partial[0] if splits == 1 else partial.sum(0).to(bias.dtype)

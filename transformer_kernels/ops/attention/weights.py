@@ -92,7 +92,7 @@ class _OnSoftmax:
         self.kernels, self._one_layout, self._bound = kernels, one_layout, None
 
     def bound(self, call: AttentionWeightsCall) -> _OnSoftmax:
-        """The same for calls of one layout, whose first call binds the softmax to the layout of the scores."""
+        """A copy for calls of one layout: its first call binds the softmax to the layout of the scores."""
         return _OnSoftmax(self.kernels, one_layout=True)
 
     def _kernels(self, call: SoftmaxCall) -> Any:

@@ -46,7 +46,7 @@ def fuses(call: LinearCall) -> bool:
 
 
 def largest_weight(x: Tensor, forward_alone: bool = False) -> int:
-    """Elements of the largest weight whose products with x (..., K), which autocast may cast, are ours."""
+    """The largest weight, in elements, whose products with x (..., K), cast by autocast if enabled, are this package's."""
     return max(_limit(x, "all"), _limit(x, "forward") if forward_alone else -1)
 
 
@@ -102,8 +102,8 @@ def _is_small_batch(call: LinearCall) -> bool:
 
 
 class Selected:
-    """The layers of one layout whose products are not all ours: of output layers the first is, of others the weight's
-    gradient."""
+    """Layers of one layout of which PyTorch computes some products. This package's are the forward product of output
+    layers and the weight gradient of others."""
 
     def __init__(self, call: LinearCall) -> None:
         x, weight, _, _ = call
@@ -120,7 +120,7 @@ class Selected:
         return torch.nn.functional.linear(call.x, call.weight, call.bias)
 
     def forward(self, call: LinearCall) -> LinearResult:
-        """y, and y or the sums before the activation for the gradient."""
+        """y, and y or the pre-activations, which backward needs."""
         if self._forward:
             return self._products.forward(call)
         if call.activation is None:
@@ -141,7 +141,7 @@ class Selected:
         return dx, dweight, dbias
 
     def _gradients(self, call: LinearCall, dz: Tensor, wanted: Wanted) -> Gradients:
-        """dx, dweight and dbias from the gradient of the sums before the activation."""
+        """dx, dweight and dbias from the gradient of the pre-activations."""
         if not wanted[1] or not self._gradient:
             return gradients(call, dz, wanted)
         dx, _, _ = gradients(call, dz, (wanted[0], False, False))
@@ -149,7 +149,7 @@ class Selected:
 
 
 class Products:
-    """This package's three products of the layers of one layout; a weight by columns is that of the inverse layer."""
+    """This package's three products for layers of one layout; a transposed weight is that of the inverse layer."""
 
     computes = True
 
@@ -183,7 +183,7 @@ class Products:
         return cpu.load().linear_backward_weight(**self._layout)
 
     def forward(self, call: LinearCall) -> LinearResult:
-        """y, and y or the sums before the activation for the gradient."""
+        """y, and y or the pre-activations, which backward needs."""
         x, weight, bias, activation = call
         empty = cpu.allocator(x.device)
         y = empty(*self._like_y)
@@ -195,7 +195,7 @@ class Products:
         return LinearResult(y, None if activation is None else y if before is None else before)
 
     def small_batch(self, call: LinearCall) -> LinearResult:
-        """x W^T + b of few rows, whatever the activation."""
+        """x W^T + b of a small batch, without the activation."""
         y = cpu.allocator(call.x.device)(*self._like_y)
         self._small_batch(call.x, call.weight, call.bias, y, None)
         return LinearResult(y, None)
@@ -219,7 +219,7 @@ class Products:
     def weight_gradient(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, dz: Tensor, wanted: Wanted
     ) -> tuple[Tensor | None, Tensor | None]:
-        """dweight and dbias from the gradient of the sums before the activation."""
+        """dweight and dbias from the gradient of the pre-activations."""
         empty = cpu.allocator(x.device)
         dweight = empty(*self._like_weight) if wanted[1] else None
         dbias = empty(*self._like_bias) if bias is not None and wanted[2] else None

@@ -58,7 +58,7 @@ class ChunkedCrossEntropy:
         self.kernels, self.plans = kernels, plans
 
     def bound(self, call: LinearCrossEntropyCall) -> ChunkedCrossEntropy | OneChunk:
-        """The same for calls of one layout."""
+        """The implementation for calls of one layout: one chunk where all rows fit, else chunks."""
         if getattr(self.kernels, "machine", None) is not cpu or not is_one(call):
             return ChunkedCrossEntropy(self.kernels, ())
         given, linear = (call.x, call.weight, call.bias), dispatch.family(LINEAR.folder, "cpu")
@@ -128,7 +128,7 @@ class OneChunk:
         return LinearCrossEntropyResult(loss, counted, None, None, None), dlogits
 
     def scale_gradient(self, dlogits: Tensor, dloss: Tensor) -> None:
-        """Multiply, in its place, what `forward_with_gradient` made by the gradient of its loss."""
+        """Multiply the gradient from `forward_with_gradient`, in place, by the gradient of the loss."""
         self.loss.scale_gradient(dlogits, dloss)
 
     def below(self, call: LinearCrossEntropyCall, dlogits: Tensor, wanted: Wanted) -> tuple[Tensor | None, ...]:
@@ -140,7 +140,7 @@ class OneChunk:
     def backward(
         self, call: LinearCrossEntropyCall, result: LinearCrossEntropyResult, grads: Grads, wanted: Wanted
     ) -> tuple[Tensor | None, ...]:
-        """dx, dweight and dbias once more, from logits that are computed once more."""
+        """dx, dweight and dbias of a second backward pass, which recomputes the logits."""
         _, dlogits = self.forward_with_gradient(call)
         self.scale_gradient(dlogits, *grads)
         return self.below(call, dlogits, wanted)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_kernels.backends import Compiled, Machine, contiguous_memory, cpu, memory_of
+from transformer_kernels.backends import Bound, Compiled, Machine, contiguous_memory, cpu, memory_of
 from transformer_kernels.ops._operation import Grads, Wanted
 from transformer_kernels.ops.loss._calls import CrossEntropyCall, CrossEntropyResult, RowLoss, weighted_mean
 
@@ -16,13 +16,13 @@ ROWS_OF_ONE_BLOCK = 1 << 16
 """How many losses one block of a GPU adds up; a sum over more is worth PyTorch's several launches."""
 
 
-class CrossEntropy:
+class CrossEntropy(Bound):
     """Forward and backward by the compiled kernels of one machine, for calls of one layout."""
 
     def __init__(self, machine: Machine, call: CrossEntropyCall) -> None:
+        super().__init__(machine, call.logits)
         logits, self._reduction = call.logits, call.reduction
-        self._machine, self._device, self._on_cpu = machine, logits.device, machine is cpu
-        self._dtype, self._rows = machine.DTYPE_CODES[logits.dtype], call.targets.numel()
+        self._on_cpu, self._rows = machine is cpu, call.targets.numel()
         self._classes, self._like_logits = logits.shape[-1], memory_of(logits)
         shapes = tuple(call.targets.shape), (), (2, self._rows)
         memory = (contiguous_memory(shape) for shape in shapes)
@@ -76,10 +76,8 @@ class CrossEntropy:
     @cached_property
     def _backward(self) -> Any:
         options = self._options
-        return self._machine.bind(
+        return self._bind(
             "cross_entropy_backward",
-            self._device,
-            dtype=self._dtype,
             dloss_of_each_row=self._reduction == "none",
             scaled_afterwards=self.makes_ahead,
             rows=self._rows,

@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_kernels.backends import Compiled, Machine, contiguous_memory, cpu, in_dtype_of, memory_of
+from transformer_kernels.backends import Bound, Compiled, Machine, contiguous_memory, cpu, in_dtype_of, memory_of
 from transformer_kernels.ops._operation import Grads, Wanted
 from transformer_kernels.ops.norm import NormCall, NormResult, rows_of
 
 
-class Norm:
+class Norm(Bound):
     """Forward and backward by the compiled kernels of one machine, for calls of one layout."""
 
     def __init__(self, machine: Machine, call: NormCall) -> None:
+        super().__init__(machine, call.x)
         x, residual, weight, bias, _, self._eps, self._dropout_p, self._centred = call
-        self._machine, self._dtype, self._device = machine, machine.DTYPE_CODES[x.dtype], x.device
         self._added, self._columns = residual is not None, x.shape[-1]
         self._rows = x.numel() // self._columns
         self._like_x, self._per_row = memory_of(x), contiguous_memory((self._rows,))
@@ -31,10 +31,8 @@ class Norm:
 
     @cached_property
     def _forward(self) -> Any:
-        return self._machine.bind(
+        return self._bind(
             "norm_forward",
-            self._device,
-            dtype=self._dtype,
             dropout_p=self._dropout_p,
             rows=self._rows,
             columns=self._columns,
@@ -73,10 +71,8 @@ class Norm:
     @cached_property
     def _backward(self) -> Any:
         like = torch.empty(0, device=self._device)
-        return self._machine.bind(
+        return self._bind(
             "norm_backward",
-            self._device,
-            dtype=self._dtype,
             dropout_p=self._dropout_p,
             added=self._added,
             partial_rows=self._partials(like)[1],

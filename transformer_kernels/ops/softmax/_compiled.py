@@ -7,17 +7,17 @@ from typing import Any
 
 from torch import Tensor
 
-from transformer_kernels.backends import Compiled, Machine, memory_of
+from transformer_kernels.backends import Bound, Compiled, Machine, memory_of
 from transformer_kernels.ops._operation import Grads, Wanted
 from transformer_kernels.ops.softmax import SoftmaxCall
 
 
-class Softmax:
+class Softmax(Bound):
     """Forward and backward by the compiled kernels of one machine, for calls of one layout."""
 
     def __init__(self, machine: Machine, call: SoftmaxCall) -> None:
+        super().__init__(machine, call.x)
         x, mask = call.x, call.mask
-        self._machine, self._dtype, self._device = machine, machine.DTYPE_CODES[x.dtype], x.device
         self._like_x = memory_of(x)
         self._mask = ((1, 1, 1), (0, 0, 0, 0)) if mask is None else (mask.shape[:3], mask.stride())
         self._columns, self._scale = x.shape[-1], call.scale
@@ -25,10 +25,8 @@ class Softmax:
 
     @cached_property
     def _forward(self) -> Any:
-        return self._machine.bind(
+        return self._bind(
             "softmax_forward",
-            self._device,
-            dtype=self._dtype,
             mask_sizes=self._mask[0],
             mask_strides=self._mask[1],
             causal_rows=self._causal_rows,
@@ -45,14 +43,7 @@ class Softmax:
 
     @cached_property
     def _backward(self) -> Any:
-        return self._machine.bind(
-            "softmax_backward",
-            self._device,
-            dtype=self._dtype,
-            rows=self._rows,
-            columns=self._columns,
-            scale=self._scale,
-        )
+        return self._bind("softmax_backward", rows=self._rows, columns=self._columns, scale=self._scale)
 
     def backward(self, call: SoftmaxCall, y: Tensor, grads: Grads, wanted: Wanted) -> tuple[Tensor]:
         """scale * y * (dy - sum(dy * y))."""

@@ -121,8 +121,9 @@ class BytePairs:
     def encode_sampled(self, text: str, dropout: float, generator: random.Random) -> list[int]:
         """The ids of a sentence, and END, where each possible merge is left out with probability `dropout`.
 
-        Provilkov, Emelianenko, Voita, "BPE-dropout: simple and effective subword regularization", 2020. The package
-        `tokenizers` also draws such ids, but from a generator that has no seed.
+        The package `tokenizers` samples such ids too, but its generator cannot be seeded.
+
+        Provilkov, Emelianenko, Voita, "BPE-dropout: simple and effective subword regularization", 2020.
         """
         words = self.inner.pre_tokenizer.pre_tokenize_str(self.inner.normalizer.normalize_str(text))
         parts = (part for word, _ in words for part in self._split(word, dropout, generator))
@@ -287,11 +288,11 @@ class Translate(Recipe):
         return NumberedSampler(lengths, config.batch_size, config.seed, processes.rank, processes.count)
 
     def batch(self, indices: Tensor, device: torch.device) -> Batch:
-        """Training pairs at `indices`, which `NumberedSampler` numbers."""
+        """The training pairs of these numbers of `NumberedSampler`."""
         return pair_batch([self._drawn(number) for number in indices.tolist()], device)
 
     def _drawn(self, number: int) -> Encoded:
-        """A training pair; with bpe_dropout, split into tokens as a function of the seed and the number."""
+        """A training pair; with bpe_dropout its tokens are sampled with a seed derived from the number."""
         index, dropout = number % len(self.training), self.config.bpe_dropout
         if not dropout:
             return self.training[index]
