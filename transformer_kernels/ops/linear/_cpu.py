@@ -46,7 +46,7 @@ def fuses(call: LinearCall) -> bool:
 
 
 def largest_weight(x: Tensor, forward_alone: bool = False) -> int:
-    """The largest weight, in elements, whose products with x (..., K), cast by autocast if enabled, are this package's."""
+    """The largest weight, in elements, whose products with x (..., K), as cast by autocast, are this package's."""
     return max(_limit(x, "all"), _limit(x, "forward") if forward_alone else -1)
 
 
