@@ -15,6 +15,7 @@ import torch
 from transformer_kernels import cli
 from transformer_kernels.training import DataFileError, TrainingDiverged
 from transformer_kernels.training._optional import require
+from transformer_kernels.training.checkpoint import checkpoint_config
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 TINY = ["--model", "layers=1", "--model", "width=16", "--model", "heads=2", "--batch-size", "4", "--no-progress"]
@@ -353,6 +354,7 @@ def test_a_speedrun_adds_a_line_to_the_board(folder, capsys, tmp_path):
     threads = torch.get_num_threads()
     for seed in (0, 1):
         options = ["--budget", "0.5s", "--threads", threads, "--seed", seed, "--out", tmp_path / f"run{seed}"]
+        options += ["--model", f"ffn_width={24 + seed}"]
         assert run("speedrun", *options, "--config", tmp_path / "recipe.yaml", "--board", board) == 0
     assert f"added to            {board}" in capsys.readouterr().out
     header, rule, *rows = [line.strip("| ").split(" | ") for line in board.read_text().splitlines()]
@@ -366,7 +368,10 @@ def test_a_speedrun_adds_a_line_to_the_board(folder, capsys, tmp_path):
         assert float(row["bits per character"]) == pytest.approx(float(row["loss"]) / 0.693147, abs=2e-4)
         assert (row["budget, s"], row["threads"], row["seed"]) == ("0.5", str(threads), str(seed))
         assert row["evaluated on"] == f"168 of {folder / 'text.txt'}"  # 21 windows of 8 of the last 176 characters
-        assert float(row["CPU seconds"]) > 0 and row["processor"] and row["commit"] and row["recipe"] == "recipe"
+        assert float(row["CPU seconds"]) > 0 and row["processor"] and row["commit"]
+        assert row["recipe"] == f"recipe, ffn_width={24 + seed}"
+        config = checkpoint_config(tmp_path / f"run{seed}" / "last")
+        assert config.model == {"layers": 1, "width": 16, "heads": 2, "ffn_width": 24 + seed}
     capsys.readouterr()
     assert run("evaluate", "--checkpoint", tmp_path / "run1" / "last") == 0
     assert f"loss {row['loss']}, " in capsys.readouterr().out

@@ -162,6 +162,8 @@ def _add_speedrun(commands: Any) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default: 0)")
     help_text = "recipe: a config file or bundled config of char-gpt (default: five_minutes)"
     parser.add_argument("--config", default="five_minutes", metavar="FILE", help=help_text)
+    help_text = "set a model field of the recipe (repeatable); the line names it"
+    parser.add_argument("--model", action="append", metavar="NAME=VALUE", default=[], help=help_text)
     parser.add_argument("--data-dir", default="", help="folder with tinyshakespeare's input.txt")
     parser.add_argument("--backend", choices=options.BACKENDS, default="auto", help="kernel backend (default: auto)")
     parser.add_argument("--out", default="", metavar="FOLDER", help="run folder (default: a new runs/char-gpt)")
@@ -509,9 +511,12 @@ def _speedrun(chosen: argparse.Namespace) -> None:
     environment = _of_the_checkout("benchmarks.environment", "speedrun")  # names the processor and the commit
     given = {name: getattr(chosen, name) for name in ("threads", "seed", "data_dir", "backend", "out")}
     given |= options.replaced_length({"time_limit": chosen.budget}) | {"device": "cpu"}
-    row = speedrun(make_config("char-gpt", {**options.read_config_file(chosen.config), **given}, chosen.config))
+    from_file = options.read_config_file(chosen.config)
+    given["model"] = {**dict(from_file.get("model", {})), **dict(_named_value(text) for text in chosen.model)}
+    row = speedrun(make_config("char-gpt", {**from_file, **given}, chosen.config))
     processor = environment.device_name(torch.device("cpu")).rpartition(",")[0]
-    row |= {"processor": processor, "commit": environment.commit() or __version__, "recipe": Path(chosen.config).stem}
+    recipe = ", ".join([Path(chosen.config).stem, *chosen.model])
+    row |= {"processor": processor, "commit": environment.commit() or __version__, "recipe": recipe}
     add_line(Path(chosen.board), row)
     print("\n".join(f"{name:<19} {value}" for name, value in row.items()) + f"\nadded to            {chosen.board}")
 
