@@ -31,7 +31,10 @@ def test_batches_of_all_sizes_count_by_their_targets():
 def test_auto_is_bfloat16_where_the_processor_has_its_products(monkeypatch, amx, avx512):
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
-    assert choose_dtype("auto", torch.device("cpu")) == ("bfloat16" if amx or avx512 else "float32")
+    for capability in ("AVX512", "AVX2"):  # AVX2: ATEN_CPU_CAPABILITY
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)  # noqa: B023
+        expected = "bfloat16" if capability == "AVX512" and (amx or avx512) else "float32"
+        assert choose_dtype("auto", torch.device("cpu")) == expected
     assert choose_dtype("auto", torch.device("meta")) == "float32"
     assert choose_dtype("tf32", torch.device("cpu")) == "tf32"
 
