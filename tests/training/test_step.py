@@ -27,14 +27,14 @@ def test_batches_of_all_sizes_count_by_their_targets():
     assert totals.targets == 12
 
 
+@pytest.mark.parametrize("capability", ["AVX512", "AVX2"])  # AVX2: by ATEN_CPU_CAPABILITY
 @pytest.mark.parametrize("amx, avx512", [(False, False), (False, True), (True, False)])
-def test_auto_is_bfloat16_where_the_processor_has_its_products(monkeypatch, amx, avx512):
+def test_auto_is_bfloat16_where_the_processor_has_its_products(monkeypatch, amx, avx512, capability):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
-    for capability in ("AVX512", "AVX2"):  # AVX2: ATEN_CPU_CAPABILITY
-        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)  # noqa: B023
-        expected = "bfloat16" if capability == "AVX512" and (amx or avx512) else "float32"
-        assert choose_dtype("auto", torch.device("cpu")) == expected
+    expected = "bfloat16" if capability == "AVX512" and (amx or avx512) else "float32"
+    assert choose_dtype("auto", torch.device("cpu")) == expected
     assert choose_dtype("auto", torch.device("meta")) == "float32"
     assert choose_dtype("tf32", torch.device("cpu")) == "tf32"
 
