@@ -92,7 +92,7 @@ def cause() -> BaseException | None:
 
 
 def has_bfloat16_products() -> bool:
-    """Whether PyTorch multiplies bfloat16 matrices with instructions for it; not if ATEN_CPU_CAPABILITY excludes them."""
+    """Whether PyTorch multiplies bfloat16 matrices with instructions for it, not excluded by ATEN_CPU_CAPABILITY."""
     if torch.backends.cpu.get_cpu_capability() in ("NO AVX", "AVX2"):
         return False
     supports = [getattr(torch.cpu, name, None) for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported")]
