@@ -247,6 +247,8 @@ def _add_translate(commands: Any) -> None:
     how = parser.add_mutually_exclusive_group()
     help_text = "beam search with N beams (default: greedy decoding)"
     how.add_argument("--beam", type=int, metavar="N", help=help_text)
+    help_text = "minimum-Bayes-risk decoding: of N sampled translations, the one with the highest mean chrF"
+    how.add_argument("--mbr", type=int, metavar="N", help=help_text)
     how.add_argument("--sample", action="store_true", help="sample, using the sampling options below")
     help_text = "length penalty of beam search; larger values favour longer translations (default: %(default)s)"
     parser.add_argument("--length-penalty", type=float, default=0.6, metavar="A", help=help_text)
@@ -433,10 +435,12 @@ def _texts(chosen: argparse.Namespace, what: str) -> list[str]:
 
 
 def _translate(chosen: argparse.Namespace) -> None:
-    from transformer_kernels.training.translation import BeamSearch
+    from transformer_kernels.training.translation import BeamSearch, MinimumBayesRisk, Search
 
-    search = _sampling(chosen, greedy=not chosen.sample)
-    if chosen.beam is not None:
+    search: Search = _sampling(chosen, greedy=not chosen.sample)
+    if chosen.mbr is not None:
+        search = MinimumBayesRisk(samples=chosen.mbr)
+    elif chosen.beam is not None:
         search = BeamSearch(width=chosen.beam, length_penalty=chosen.length_penalty)
     trained = _load_trained(chosen, "translate")
     texts = _texts(chosen, "translate")

@@ -1,13 +1,15 @@
 """Greedy, drawn and searched translations of small random models."""
 
+import collections
 import itertools
+import random
 
 import pytest
 import torch
 
 from python_ref.translator import Translator, TranslatorConfig
 from transformer_kernels.pretrained.generation import Sampling
-from transformer_kernels.training.translation import GREEDY, BeamSearch, translate_batch
+from transformer_kernels.training.translation import GREEDY, BeamSearch, MinimumBayesRisk, translate_batch
 
 BEGIN, END = 2, 3
 
@@ -110,6 +112,27 @@ def test_draws_follow_the_seed_and_the_temperature():
     hot, cold = Sampling(temperature=1.0, seed=5), Sampling(temperature=1e-4, seed=5)
     assert translated(model, hot) == translated(model, hot) != translated(model, Sampling(temperature=1.0, seed=6))
     assert translated(model, cold) == translated(model, GREEDY)
+
+
+def test_the_least_risk_is_the_highest_mean_chrf():
+    import sacrebleu
+
+    chrf, generator = sacrebleu.CHRF(), random.Random(0)
+    different = 0
+    for _ in range(50):
+        drawn = [
+            " ".join(generator.choices(("मैं", "हूँ", "घर", "घर में", "तुम"), k=generator.randint(0, 3))) for _ in range(9)
+        ]
+        means = [sum(chrf.sentence_score(each, [other]).score for other in drawn) for each in drawn]
+        assert means[MinimumBayesRisk.choose(drawn)] == pytest.approx(max(means))
+        different += drawn[MinimumBayesRisk.choose(drawn)] != collections.Counter(drawn).most_common(1)[0][0]
+    assert 10 < different < 50
+
+
+def test_the_samples_of_a_sentence_differ():
+    model, samplings = make(), MinimumBayesRisk(samples=5, temperature=2.0).samplings()
+    assert len({str(translated(model, each)) for each in samplings}) == len(samplings) == 5
+    assert {each.temperature for each in samplings} == {2.0}
 
 
 @pytest.mark.parametrize("fields", [{"width": 0}, {"length_penalty": -1.0}, {"length_penalty": float("inf")}])

@@ -9,6 +9,7 @@ import torch
 
 from transformer_kernels import cli
 from transformer_kernels.training import CheckpointError, DataFileError, Trainer, load_trained
+from transformer_kernels.training.recipes import Trained
 from transformer_kernels.training.recipes.translate import (
     BEGIN,
     PAD,
@@ -19,7 +20,7 @@ from transformer_kernels.training.recipes.translate import (
     scores,
     split_pairs,
 )
-from transformer_kernels.training.translation import BeamSearch
+from transformer_kernels.training.translation import GREEDY, BeamSearch, MinimumBayesRisk
 
 WORDS = {"one": "एक", "two": "दो", "three": "तीन", "four": "चार", "five": "पाँच", "six": "छह"}
 PAIRS = [
@@ -169,6 +170,23 @@ def test_scores_are_those_of_sacrebleu_with_all_references(make_config, monkeypa
 
 
 @pytest.mark.parametrize(
+    ("options", "search"),
+    [
+        ({}, GREEDY),
+        ({"beam": 3, "length_penalty": 1.0}, BeamSearch(width=3, length_penalty=1.0)),
+        ({"beam": 3, "mbr": 5}, MinimumBayesRisk(samples=5)),
+    ],
+    ids=["greedy", "beam", "mbr"],
+)
+def test_scores_decode_as_the_options_select(make_config, monkeypatch, options, search):
+    used = []
+    fake = type("Translated", (), {"translation": "एक"})
+    monkeypatch.setattr(Translate, "translate", lambda trained, texts, given: used.append(given) or [fake])
+    scores(Trained(None, None, make_config(**options), CPU, 0, Translate), [Pair("one", "एक")], "own")
+    assert used == [search]
+
+
+@pytest.mark.parametrize(
     ("content", "error", "message"),
     [
         (None, DataFileError, "cannot be read as sentence pairs"),
@@ -196,6 +214,7 @@ def test_a_file_without_pairs_is_refused(tmp_path, content, error, message):
         ({"source_vocabulary": 4}, "source_vocabulary must be more than 4"),
         ({"max_length": 1}, "max_length must leave room"),
         ({"beam": 0}, "beam must be at least 1"),
+        ({"mbr": -1}, "mbr must be at least 1; got -1"),
         ({"max_length": 2}, "max_length must be at least 3 for"),
         ({"model": {"vocab_size": 7}}, "vocab_size cannot be set here"),
     ],
@@ -250,7 +269,7 @@ def run(*arguments):
 def test_it_learns_to_translate(run_folder):
     trained = load_trained(run_folder / "run", command="translate")
     pairs = split_pairs(read_pairs(run_folder / "pairs.txt"), 0.1, 0.05)[2]
-    for search in ((), (BeamSearch(width=3),)):
+    for search in ((), (BeamSearch(width=3),), (MinimumBayesRisk(samples=4),)):
         found = Translate.translate(trained, [pair.source for pair in pairs], *search)
         exact = sum(each.translation == pair.target for each, pair in zip(found, pairs, strict=True))
         assert exact >= 0.9 * len(pairs)
@@ -275,7 +294,8 @@ def test_the_command_translates_sentences_and_lines(run_folder, capsys, monkeypa
         outputs.append(capsys.readouterr().out)
     assert outputs[0] == outputs[1] == outputs[2]
     assert outputs[0].splitlines()[0] == "दो"
-    for how in (["--beam", "4", "--length-penalty", "1"], ["--sample", "--temperature", "2", "--seed", "3"]):
+    sample = ["--sample", "--temperature", "2", "--seed", "3"]
+    for how in (["--beam", "4", "--length-penalty", "1"], sample, ["--mbr", "3"]):
         assert run(*translate, *how, "two ж", "one") == 0
         printed = capsys.readouterr()
         assert len(printed.out.splitlines()) == 2

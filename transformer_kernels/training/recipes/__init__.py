@@ -19,7 +19,7 @@ from transformer_kernels.training.distributed import Processes
 from transformer_kernels.training.sampler import ShuffledSampler
 from transformer_kernels.training.step import Batch, evaluation_totals
 from transformer_kernels.training.tokenizers import from_description
-from transformer_kernels.training.translation import BeamSearch
+from transformer_kernels.training.translation import Search
 
 ENTRIES = {
     "char-gpt": "transformer_kernels.training.recipes.char_gpt:CharGPT",
@@ -157,7 +157,7 @@ class Recipe(ABC):
         raise NotImplementedError
 
     @classmethod
-    def translate(cls, trained: Trained, texts: list[str], search: Sampling | BeamSearch) -> list[Translated]:
+    def translate(cls, trained: Trained, texts: list[str], search: Search) -> list[Translated]:
         """The translations of texts; overridden by translators."""
         raise NotImplementedError
 

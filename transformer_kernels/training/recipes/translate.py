@@ -16,7 +16,6 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from transformer_kernels.pretrained.generation import Sampling
 from transformer_kernels.training._optional import require
 from transformer_kernels.training.config import TrainingConfig, build_preset, option
 from transformer_kernels.training.distributed import Processes
@@ -24,7 +23,7 @@ from transformer_kernels.training.files import DataFileError
 from transformer_kernels.training.recipes import Alignment, Recipe, Trained, Translated
 from transformer_kernels.training.sampler import NumberedSampler
 from transformer_kernels.training.step import IGNORED, Batch, to_device
-from transformer_kernels.training.translation import GREEDY, BeamSearch, translate_batch
+from transformer_kernels.training.translation import GREEDY, BeamSearch, MinimumBayesRisk, Search, translate_batch
 
 SPECIAL = ("<pad>", "<unknown>", "<begin>", "<end>")
 PAD, UNKNOWN, BEGIN, END = range(len(SPECIAL))
@@ -65,9 +64,12 @@ class TranslateConfig(TrainingConfig):
     bpe_dropout: float = option(
         0.0, "probability of leaving out a merge of byte pairs in training, in both languages", fixed=True
     )
-    beam: int = option(1, "number of beams of `evaluate`; 1 is greedy decoding", later={"evaluate": "beam"})
+    beam: int = option(1, "number of beams of `evaluate` without mbr; 1 is greedy decoding", later={"evaluate": "beam"})
     length_penalty: float = option(
         0.6, "beam search length penalty; larger favours longer translations", later={"evaluate": "length_penalty"}
+    )
+    mbr: int = option(
+        0, "number of samples of `evaluate` for minimum-Bayes-risk decoding; 0: beam search", later={"evaluate": "mbr"}
     )
 
     def __post_init__(self) -> None:
@@ -78,6 +80,8 @@ class TranslateConfig(TrainingConfig):
         if self.max_length < 2:
             raise ValueError(f"max_length must leave room for a token and the end: at least 2; got {self.max_length}")
         BeamSearch(width=self.beam, length_penalty=self.length_penalty)
+        if self.mbr:
+            MinimumBayesRisk(samples=self.mbr)
 
 
 class BytePairs:
@@ -328,8 +332,11 @@ class Translate(Recipe):
         return scores(trained, test, "test")
 
     @classmethod
-    def translate(cls, trained: Trained, texts: list[str], search: Sampling | BeamSearch = GREEDY) -> list[Translated]:
+    def translate(cls, trained: Trained, texts: list[str], search: Search = GREEDY) -> list[Translated]:
         """The translations of sentences, in their order; ValueError for an empty or too long one."""
+        if isinstance(search, MinimumBayesRisk):
+            sampled = [cls.translate(trained, texts, sampling) for sampling in search.samplings()]
+            return [each[search.choose([one.translation for one in each])] for each in zip(*sampled, strict=True)]
         sources = [trained.tokenizer.source.encode(_cleaned(text)) for text in texts]
         longest = trained.config.max_length
         for text, source in zip(texts, sources, strict=True):
@@ -381,7 +388,11 @@ def scores(trained: Trained, pairs: Sequence[Pair], name: str) -> str:
     references: dict[str, list[str]] = {}
     for pair in pairs:
         references.setdefault(pair.source, []).append(pair.target)
-    search = BeamSearch(width=config.beam, length_penalty=config.length_penalty) if config.beam > 1 else GREEDY
+    search: Search = GREEDY
+    if config.mbr:
+        search = MinimumBayesRisk(samples=config.mbr)
+    elif config.beam > 1:
+        search = BeamSearch(width=config.beam, length_penalty=config.length_penalty)
     translations = [each.translation for each in trained.recipe.translate(trained, list(references), search)]
     most = max(map(len, references.values()))
     columns = [[each[n] if n < len(each) else None for each in references.values()] for n in range(most)]
