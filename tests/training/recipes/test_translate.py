@@ -174,7 +174,7 @@ def test_scores_are_those_of_sacrebleu_with_all_references(make_config, monkeypa
     [
         ({}, GREEDY),
         ({"beam": 3, "length_penalty": 1.0}, BeamSearch(width=3, length_penalty=1.0)),
-        ({"beam": 3, "mbr": 5}, MinimumBayesRisk(samples=5)),
+        ({"mbr": 5}, MinimumBayesRisk(samples=5)),
     ],
     ids=["greedy", "beam", "mbr"],
 )
@@ -215,6 +215,7 @@ def test_a_file_without_pairs_is_refused(tmp_path, content, error, message):
         ({"max_length": 1}, "max_length must leave room"),
         ({"beam": 0}, "beam must be at least 1"),
         ({"mbr": -1}, "mbr must be at least 1; got -1"),
+        ({"beam": 2, "mbr": 5}, "beam and mbr exclude each other; got 2 and 5"),
         ({"max_length": 2}, "max_length must be at least 3 for"),
         ({"model": {"vocab_size": 7}}, "vocab_size cannot be set here"),
     ],
@@ -302,10 +303,13 @@ def test_the_command_translates_sentences_and_lines(run_folder, capsys, monkeypa
         assert printed.err == "characters not in the training vocabulary: ж\n"
 
 
-def test_the_command_evaluates_greedily_and_with_a_beam(run_folder, capsys):
-    for options in ([], ["--beam", "3"]):
-        assert run("evaluate", "--checkpoint", run_folder / "run", *options) == 0
+def test_the_command_evaluates_by_mbr_and_with_a_beam(run_folder, capsys):
+    evaluate = ("evaluate", "--checkpoint", run_folder / "run")
+    for options in ([], ["--beam", "3", "--mbr", "0"]):
+        assert run(*evaluate, *options) == 0
         assert "test sentences\nBLEU: nrefs:" in capsys.readouterr().out
+    assert run(*evaluate, "--beam", "3") == 1
+    assert "beam and mbr exclude each other; got 3 and 48" in capsys.readouterr().err
 
 
 def test_the_command_draws_where_the_model_looked(run_folder, capsys, tmp_path):

@@ -64,12 +64,12 @@ class TranslateConfig(TrainingConfig):
     bpe_dropout: float = option(
         0.0, "probability of leaving out a merge of byte pairs in training, in both languages", fixed=True
     )
-    beam: int = option(1, "number of beams of `evaluate` without mbr; 1 is greedy decoding", later={"evaluate": "beam"})
+    beam: int = option(1, "number of beams of `evaluate`; 1 is greedy decoding", later={"evaluate": "beam"})
     length_penalty: float = option(
         0.6, "beam search length penalty; larger favours longer translations", later={"evaluate": "length_penalty"}
     )
     mbr: int = option(
-        0, "number of samples of `evaluate` for minimum-Bayes-risk decoding; 0: beam search", later={"evaluate": "mbr"}
+        0, "number of samples of `evaluate` for minimum-Bayes-risk decoding; 0: none", later={"evaluate": "mbr"}
     )
 
     def __post_init__(self) -> None:
@@ -82,6 +82,8 @@ class TranslateConfig(TrainingConfig):
         BeamSearch(width=self.beam, length_penalty=self.length_penalty)
         if self.mbr:
             MinimumBayesRisk(samples=self.mbr)
+        if self.mbr and self.beam > 1:
+            raise ValueError(f"beam and mbr exclude each other; got {self.beam} and {self.mbr}; set beam 1 or mbr 0")
 
 
 class BytePairs:
