@@ -13,6 +13,7 @@ from transformer_kernels.training.tokenizers import (
     ByteTokenizer,
     CharacterTokenizer,
     Gpt2Tokenizer,
+    LearnedTokenizer,
     from_description,
 )
 
@@ -89,6 +90,19 @@ def test_offline_without_files_tells_the_remedy(monkeypatch):
     monkeypatch.setattr("transformer_kernels.training.tokenizers.VOCAB_BPE_URL", "http://127.0.0.1:9/vocab.bpe")
     with pytest.raises(DataFileError, match="--vocab-dir, or use --tokenizer bytes"):
         Gpt2Tokenizer()
+
+
+def test_learned_words_are_the_most_frequent_ones_in_lower_case():
+    texts = ["Don't! It isn't GOOD, 8/10...", "don\u2019t... Good good\n!? Don't,"]
+    tokenizer = LearnedTokenizer.learn_words(texts, 5)
+    assert tokenizer.encode("GOOD...don't, Good") == [1, 3, 4, 2, 1]  # equally frequent ones in code point order
+    assert tokenizer.encode("don\u2019t It ! 10") == [0, 0, 0, 0]  # once each, or not among the 5
+    assert tokenizer.encode(" \n") == []
+    assert (tokenizer.mask, tokenizer.pad, tokenizer.vocabulary_size) == (5, 6, 9)
+    assert tokenizer.decode([tokenizer.cls, 1, 4, tokenizer.sep]) == "good don't"
+    assert from_description(tokenizer.describe()).encode_many(texts) == tokenizer.encode_many(texts)
+    with pytest.raises(ValueError, match=r"vocabulary must hold \[UNK\] and a word; got 1"):
+        LearnedTokenizer.learn_words(texts, 1)
 
 
 @pytest.mark.parametrize("tokenizer", [CharacterTokenizer("abc"), ByteTokenizer()], ids=["characters", "bytes"])

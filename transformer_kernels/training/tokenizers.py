@@ -1,4 +1,4 @@
-"""Tokenizers: characters, words, GPT-2 byte pairs, byte pairs learned from the training text, plain bytes."""
+"""Tokenizers: characters, words, GPT-2 byte pairs, byte pairs or words learned from the training text, plain bytes."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+
 GPT2_END_OF_TEXT = 50256
 NO_UTF8_BYTE = 0xFF
 WORD = re.compile(r"[^\W\d_]+(?:['\u2019][^\W\d_]+)*")  # letters, with apostrophes inside
+UNKNOWN = "[UNK]"
+WORD_OR_PUNCTUATION = r"[\p{L}\p{N}]+(?:['\u2019]\p{L}+)*|[!?]+|\.{2,}|[^\s\p{L}\p{N}]"
 
 
 class Tokenizer(Protocol):
@@ -149,7 +151,7 @@ class ByteTokenizer(ReviewTokenizer):
 
 
 class LearnedTokenizer(ReviewTokenizer):
-    """Byte pairs learned from the training texts by the package tokenizers; the last ids are MASK, PAD, CLS and SEP."""
+    """Byte pairs or words learned from the training texts by the package tokenizers, then MASK, PAD, CLS and SEP."""
 
     def __init__(self, description: str) -> None:
         self._description = description
@@ -164,6 +166,20 @@ class LearnedTokenizer(ReviewTokenizer):
             raise ValueError(f"vocabulary must hold the 256 bytes; got {size}")
         tokenizer = require("tokenizers").ByteLevelBPETokenizer()
         tokenizer.train_from_iterator(texts, vocab_size=size, min_frequency=2, show_progress=False)
+        return cls(tokenizer.to_str())
+
+    @classmethod
+    def learn_words(cls, texts: Sequence[str], size: int) -> LearnedTokenizer:
+        """UNKNOWN and the most frequent lower-case words and punctuation marks that occur twice, at most `size` ids."""
+        if size < 2:
+            raise ValueError(f"vocabulary must hold {UNKNOWN} and a word; got {size}")
+        package = require("tokenizers")
+        tokenizer = package.Tokenizer(package.models.WordLevel(unk_token=UNKNOWN))
+        tokenizer.normalizer = package.normalizers.Lowercase()
+        pattern = package.Regex(WORD_OR_PUNCTUATION)
+        tokenizer.pre_tokenizer = package.pre_tokenizers.Split(pattern, "removed", invert=True)
+        options = {"vocab_size": size, "min_frequency": 2, "special_tokens": [UNKNOWN], "show_progress": False}
+        tokenizer.train_from_iterator(texts, package.trainers.WordLevelTrainer(**options))
         return cls(tokenizer.to_str())
 
     def encode_many(self, texts: list[str], threads: int = 1) -> list[list[int]]:

@@ -39,6 +39,17 @@ def test_a_batch_of_16_real_reviews_is_learned_by_heart(imdb_config, data_folder
     assert recipe.tokenizer.vocabulary_size == 50_260
 
 
+def test_a_classifier_of_lower_case_words(imdb_config):
+    config = imdb_config(tokenizer="words", vocabulary=300, steps=40, lr=1e-2)
+    pairs = Imdb(imdb_config(tokenizer="learned", vocabulary=300))  # whose cached ids are others
+    recipe = Imdb(config)
+    assert recipe.reviews.review(0).tolist() == recipe.tokenizer.encode("A GREAT film number 0, wonderful and moving")
+    assert len(recipe.reviews.ids) < len(pairs.reviews.ids)
+    Trainer(recipe).fit()
+    trained = load_trained(config.out)
+    assert Imdb.classify(trained, ["Wonderful, moving!", "TERRIBLE"]).probabilities.argmax(-1).tolist() == [1, 0]
+
+
 def read_lines(path, count):
     import lzma
 

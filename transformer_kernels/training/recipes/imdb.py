@@ -47,11 +47,11 @@ class ReviewsConfig(TrainingConfig):
     validation: float = option(0.1, "fraction of the training reviews held out for validation", fixed=True)
     tokenizer: str = option(
         "gpt2",
-        "GPT-2 byte pairs, byte pairs learned from the reviews, or bytes",
-        choices=("gpt2", "learned", "bytes"),
+        "GPT-2 byte pairs, byte pairs or lower-case words learned from the reviews, or bytes",
+        choices=("gpt2", "learned", "words", "bytes"),
         fixed=True,
     )
-    vocabulary: int = option(8000, "vocabulary size of --tokenizer learned", fixed=True)
+    vocabulary: int = option(8000, "vocabulary size of --tokenizer learned and words", fixed=True)
     vocab_dir: str = option(
         "", "folder with GPT-2's vocab.bpe, for offline use", later={"evaluate": "vocab_dir", "classify": "vocab_dir"}
     )
@@ -190,6 +190,8 @@ class ReviewRecipe(Recipe):
         """The tokenizer that the config names."""
         if self.config.tokenizer == "learned":
             return LearnedTokenizer.learn(self.texts.texts, self.config.vocabulary)
+        if self.config.tokenizer == "words":
+            return LearnedTokenizer.learn_words(self.texts.texts, self.config.vocabulary)
         return REVIEW_TOKENIZERS[self.config.tokenizer](self.config.vocab_dir)
 
 
