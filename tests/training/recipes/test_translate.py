@@ -305,7 +305,7 @@ def test_the_command_translates_sentences_and_lines(run_folder, capsys, monkeypa
 
 def test_the_command_evaluates_by_mbr_and_with_a_beam(run_folder, capsys):
     evaluate = ("evaluate", "--checkpoint", run_folder / "run")
-    for options in ([], ["--beam", "3", "--mbr", "0"]):
+    for options in (["--mbr", "3"], ["--beam", "3", "--mbr", "0"]):
         assert run(*evaluate, *options) == 0
         assert "test sentences\nBLEU: nrefs:" in capsys.readouterr().out
     assert run(*evaluate, "--beam", "3") == 1
