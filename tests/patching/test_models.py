@@ -341,6 +341,32 @@ def test_adapters_and_hooks_are_called(family, first):
     assert len(calls) == 2
 
 
+def test_a_loss_module_with_options_keeps_them():
+    eager, ours = pair("distilbert")
+    for model in (eager, ours):
+        model.mlm_loss_fct = torch.nn.CrossEntropyLoss(label_smoothing=0.3)
+    batch = models.inputs("distilbert")
+    torch.testing.assert_close(ours(**batch).loss, eager(**batch).loss, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+@pytest.mark.parametrize("family", ["bert", "distilbert", "gpt2", "llama"])
+def test_every_kind_of_hook_is_called_in_the_modules_of_an_eager_model(family, kind):
+    eager = models.make(family, dropout=0.1)
+    ours = copy.deepcopy(eager)
+    tk.patch(ours)
+    called = []
+    for model in (eager, ours):
+        names = []
+        for name, part in model.named_modules():
+            if not [*part.children()]:
+                getattr(part, f"register_{kind}_hook")(lambda *_, name=name, names=names: names.append(name))
+        model(**models.inputs(family)).loss.backward()
+        called.append(set(names))
+    assert called[0] and called[0] <= called[1]
+
+
 @pytest.mark.parametrize("family", ("bert", "roberta"))
 def test_feed_forward_networks_in_chunks(family, monkeypatch):
     """Without chunks, transformers' function for them, which inspects a signature, is not called."""
