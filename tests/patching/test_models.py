@@ -341,6 +341,20 @@ def test_adapters_and_hooks_are_called(family, first):
     assert len(calls) == 2
 
 
+@pytest.mark.parametrize("option", [{"max_norm": 0.3}, {"scale_grad_by_freq": True}, {"sparse": True}], ids=str)
+@pytest.mark.parametrize("family", ["bert", "distilbert"])
+def test_options_of_a_table_are_kept(family, option):
+    found = []
+    for model in pair(family):
+        table = model.get_input_embeddings()
+        vars(table).update(option)
+        hidden = model.base_model(models.inputs(family)["input_ids"].clamp(max=7)).last_hidden_state
+        hidden.square().sum().backward()
+        assert table.weight.grad.is_sparse == table.sparse
+        found.append([hidden.detach(), table.weight.detach(), table.weight.grad.to_dense()])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
 def test_a_loss_module_with_options_keeps_them():
     eager, ours = pair("distilbert")
     for model in (eager, ours):
