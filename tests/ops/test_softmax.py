@@ -39,12 +39,13 @@ MASKS = [(40,), (30, 1), (30, 40), (3, 1, 1, 40), (1, 2, 30, 40), (3, 1, 30, 1),
 def test_masks(backend, dtype, device, shape, causal):
     tensors = make(dtype, device, 3, 2, 30, 40)
     tensors["mask"] = keep(*shape, device=device)
-    check_parity(OP, backend, tensors, {"causal": causal})
+    check_parity(OP, backend, tensors, {"causal": causal, "scale": -0.5 if causal else 2.0})
 
 
 @pytest.mark.parametrize("shape", [(17, 17), (4, 9, 33), (2, 33, 9), (2, 3, 1, 128), (2, 2, 2, 5, 7)], ids=str)
-def test_causal(backend, dtype, device, shape):
-    check_parity(OP, backend, make(dtype, device, *shape), {"causal": True, "scale": 0.3})
+@pytest.mark.parametrize("scale", [0.3, -0.3])
+def test_causal(backend, dtype, device, shape, scale):
+    check_parity(OP, backend, make(dtype, device, *shape), {"causal": True, "scale": scale})
 
 
 @pytest.mark.parametrize("columns", [30, 129, 1030])
