@@ -43,9 +43,8 @@ def test_masks(backend, dtype, device, shape, causal):
 
 
 @pytest.mark.parametrize("shape", [(17, 17), (4, 9, 33), (2, 33, 9), (2, 3, 1, 128), (2, 2, 2, 5, 7)], ids=str)
-@pytest.mark.parametrize("scale", [0.3, -0.3])
-def test_causal(backend, dtype, device, shape, scale):
-    check_parity(OP, backend, make(dtype, device, *shape), {"causal": True, "scale": scale})
+def test_causal(backend, dtype, device, shape):
+    check_parity(OP, backend, make(dtype, device, *shape), {"causal": True, "scale": -0.3})
 
 
 @pytest.mark.parametrize("columns", [30, 129, 1030])
