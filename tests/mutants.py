@@ -269,6 +269,43 @@ MUTANTS = [
         "if (smoothing > 0.0f) distance",
         "tests/ops/test_row_kernels_cuda.py -k lies_between",
     ),
+    # Found by tables of routes, strides and states
+    Mutant(
+        f"{OPS}/attention/scores.py",
+        'check_starts("cu_seqlens_k", scores.cu_seqlens_k, keys)',
+        'check_starts("cu_seqlens_k", scores.cu_seqlens_k, queries)',
+        "tests/ops/test_plan.py -k 'every_route and attention'",
+    ),
+    Mutant(
+        f"{OPS}/softmax/_triton.py",
+        "vector_width(itemsize, *strides[:3])",
+        "vector_width(itemsize, *strides[1:3])",
+        "tests/ops/test_softmax.py -k 'any_strides and triton'",
+    ),
+    Mutant(
+        f"{OPS}/attention/_torch.py",
+        "(of_keys, key_starts[-1])",
+        "(of_keys, starts[-1])",
+        "tests/ops/test_attention.py -k 'packed_otherwise and torch'",
+    ),
+    Mutant(
+        f"{PACKAGE}/graphs/__init__.py",
+        "leaf.dtype, leaf.device, leaf.requires_grad",
+        "leaf.dtype, leaf.device",
+        "tests/graphs/test_graphed.py -k gradients_do_not",
+    ),
+    Mutant(
+        f"{PACKAGE}/patching/_swap.py",
+        '"_backward_hooks", "_backward_pre_hooks")',
+        '"_backward_hooks")',
+        "tests/patching/test_models.py -k every_kind_of_hook",
+    ),
+    Mutant(
+        f"{PACKAGE}/pretrained/generation.py",
+        "penalised(scores, tokens[row][real[row]],",
+        "penalised(scores, tokens[row],",
+        "tests/test_generation.py -k past_the_context",
+    ),
     # Training
     Mutant(
         f"{TRAINING}/sampler.py",

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from transformer_kernels import cli
-from transformer_kernels.training import DataFileError, TrainingDiverged
+from transformer_kernels.training import DataFileError, TrainingDiverged, checkpoint
 from transformer_kernels.training._optional import require
 from transformer_kernels.training.checkpoint import checkpoint_config
 
@@ -445,6 +445,31 @@ def test_a_gpt_on_bytes_is_trained_and_writes(folder, capsys, tmp_path):
     config = json.loads((tmp_path / "gpt" / "last" / "config.json").read_text())
     chosen = {"layers": 1, "width": 16, "heads": 2}  # the small size is not written over it
     assert config["model"].items() > chosen.items() and config["optimizer"] == "muon"
+
+
+VALUES = {bool: ((), True), str: (("x",), "x"), int: (("3",), "3"), float: (("0.5",), "0.5")}
+"""The arguments of a flag, and the value that the recipe's config receives."""
+
+
+@pytest.mark.parametrize("command", ["generate", "classify", "evaluate"])
+def test_options_of_a_trained_model_are_those_of_the_command_line(command, monkeypatch):
+    """A switch that is not given is off, whatever the training run had."""
+    later = list(cli._later_options(command))
+    monkeypatch.setattr(checkpoint, "load_trained", lambda folder, options, **_: options)
+    for recipe in {name for name, *_ in later}:
+        monkeypatch.setattr(
+            checkpoint, "checkpoint_config", lambda folder, recipe=recipe: SimpleNamespace(recipe=recipe)
+        )
+        own = [(flag, spec.name, kind) for name, flag, spec, kind in later if name == recipe]
+        off = {field: False for _, field, kind in own if kind is bool}
+        for flag, field, kind in own:
+            arguments, value = VALUES[kind]
+            given = ["--" + flag.replace("_", "-"), *arguments]
+            found = [
+                cli._load_trained(cli._parser().parse_args([command, "--checkpoint", "run", *each]), command)
+                for each in ([], given)
+            ]
+            assert found == [off, off | {field: value}]
 
 
 def test_an_option_of_another_recipe_is_refused_by_evaluate(folder, capsys):

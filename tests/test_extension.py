@@ -154,6 +154,28 @@ def test_the_hash_sees_names_and_contents(tmp_path):
     assert len({first, changed, _build.source_hash(tmp_path)}) == 3
 
 
+def included(sources: list[Path]) -> set[Path]:
+    """Sources and all that they include from csrc."""
+    found: set[Path] = set()
+    while sources:
+        found |= {*sources}
+        names = [(path, name) for path in sources for name in re.findall(r'#include "(.*)"', path.read_text())]
+        sources = [*{(path.parent / name).resolve() for path, name in names} - found]
+        sources = [path for path in sources if path.is_file()]
+    return found
+
+
+@pytest.mark.parametrize("kind", ["cpu", "gpu", "emulated"])
+def test_the_hash_is_of_all_that_is_compiled(kind, monkeypatch):
+    monkeypatch.setattr(_build, "_digest", lambda csrc, paths: {path.resolve() for path in paths})
+    hashed = _build.cpu_source_hash() if kind == "cpu" else _build.source_hash(emulated=kind == "emulated")
+    own = {"cpu": ["cpu/**/*.cpp"], "gpu": ["*.c*", "ops/*.cu"], "emulated": ["*.c*", "ops/*.cu", "emulation/*.cpp"]}
+    sources = [path for pattern in own[kind] for path in _build.CSRC.glob(pattern)]
+    if kind == "gpu":  # headers of the emulation are behind a condition
+        hashed |= set(_build.CSRC.glob("emulation/*"))
+    assert len(sources) > 10 and included(sources) <= hashed
+
+
 def test_architectures_are_read():
     flags, names = _build.gencode_flags("8.0; sm_90a,80+PTX")
     assert names == "sm_80 sm_90a compute_80"

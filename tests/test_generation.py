@@ -160,10 +160,10 @@ def test_a_cache_changes_no_token_also_past_the_context(fields, temperature):
     model = language_model(**fields)
     whole = Forgetful(language_model(**{**fields, "context": 110 if "window" in fields else 16}))
     reach = 110 if "window" in fields else 16
-    prompts, sampling = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10]], Sampling(temperature=temperature, repetition_penalty=1.1)
+    prompts, sampling = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10]], Sampling(temperature=temperature, repetition_penalty=4.0)
     many = list(generate_many(model, prompts, 100, sampling, context=16, device=CPU))
     for row, prompt in enumerate(prompts):
-        alone = Sampling(temperature=temperature, repetition_penalty=1.1, seed=row)
+        alone = Sampling(temperature=temperature, repetition_penalty=4.0, seed=row)
         expected = [choice.token for choice in generate(whole, prompt, 100, alone, context=reach, device=CPU)]
         assert [choices[row].token for choices in many] == expected
     assert len({choice.token for choices in many for choice in choices}) > 1

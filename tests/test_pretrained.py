@@ -15,6 +15,7 @@ from python_ref import GPT, GPTConfig
 from python_ref.encoder import Encoder, EncoderConfig
 from python_ref.vit import ViT
 from tests.support.real_weights import minilm, smollm2
+from transformer_kernels.pretrained.architectures import ARCHITECTURES
 from transformer_kernels.pretrained.gguf import GGUF
 from transformer_kernels.pretrained.tokenizers import load_tokenizer
 
@@ -181,11 +182,6 @@ BREAKAGES = {
         "'vocab_size' is missing",
     ),
     "activation": (lambda f: configure(f, activation_function="silu"), ValueError, "must be one of gelu, .*'silu'"),
-    "option": (
-        lambda f: configure(f, scale_attn_by_inverse_layer_idx=True),
-        ValueError,
-        "scale_attn_by_inverse_layer_idx must be False; got True",
-    ),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), FileNotFoundError, "model.safetensors: no such file"),
     "pickle": (
         lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
@@ -243,6 +239,24 @@ def test_broken_folders(breakage, tmp_path):
     apply(tmp_path)
     with pytest.raises(kind, match=message):
         tk.load_pretrained(tmp_path)
+
+
+NOT_OURS = {
+    "bert": {"position_embedding_type": "relative_key", "is_decoder": True, "tie_word_embeddings": False},
+    "roberta": {"pad_token_id": 5, "position_embedding_type": "relative_key", "is_decoder": True},
+    "distilbert": {"sinusoidal_pos_embds": True, "tie_word_embeddings": False},
+    "gpt2": {"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True, "add_cross_attention": True},
+    "llama": {"hidden_act": "gelu", "mlp_bias": True, "head_dim": 5},
+    "vit": {"qkv_bias": False},
+}
+
+
+@pytest.mark.parametrize(("family", "field"), [(family, field) for family in NOT_OURS for field in NOT_OURS[family]])
+def test_what_our_definitions_lack_is_refused(family, field):
+    theirs = getattr(transformers, FAMILIES[family][1])(**FAMILIES[family][2]).to_dict()
+    theirs[field] = NOT_OURS[family][field]
+    with pytest.raises(ValueError, match=f"config.json: {field} must be .*; got {theirs[field]!r}"):
+        ARCHITECTURES[family].configure(theirs, set())
 
 
 def test_a_folder_that_is_not_there(tmp_path):

@@ -168,8 +168,13 @@ def test_alibi_beside_a_bias(backend, device):
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize(
     ("starts", "key_starts", "lengths"),
-    [([0, 5, 21, 30], [0, 17, 20, 64], (30, 64)), ([0, 4, 4, 9], [0, 0, 7, 20], (12, 23)), ([0], [0], (3, 2))],
-    ids=["several", "with empty ones and filler", "none"],
+    [
+        ([0, 5, 21, 30], [0, 17, 20, 64], (30, 64)),
+        ([0, 4, 4, 9], [0, 0, 7, 20], (12, 23)),
+        ([0, 4, 20], [0, 7, 9], (23, 12)),
+        ([0], [0], (3, 2)),
+    ],
+    ids=["several", "with empty ones and filler", "fewer keys and filler", "none"],
 )
 def test_keys_packed_otherwise_than_queries(backend, device, starts, key_starts, lengths, causal):
     """The last query of each sequence is aligned to its last key."""

@@ -12,13 +12,16 @@ import torch.nn.functional as F
 import python_ref
 import transformer_kernels as tk
 from tests.support.arguments import normal
-from tests.support.parity import check_parity
+from tests.support.operations import backward
+from tests.support.parity import backend_fixture, check_parity
 from transformer_kernels import UnsupportedByBackend, nn
 from transformer_kernels.backends import dispatch
 from transformer_kernels.ops.loss import _compiled
 from transformer_kernels.ops.loss import _torch as torch_backend
+from transformer_kernels.ops.loss._calls import CrossEntropyCall
 
 OP = "cross_entropy"
+gpu_backend = backend_fixture("triton", "cuda")
 
 
 def make(dtype, device, *shape, ignored=0.2, spread=3.0):
@@ -307,14 +310,25 @@ def test_a_scaled_loss_keeps_the_digits_of_small_gradients(backend, device):
     torch.testing.assert_close(tensors["logits"].grad.double(), expected * scale, atol=0, rtol=2e-3)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("stray", [-1, 8, 2**40])
-def test_a_target_that_is_no_class(backend, device, stray):
-    """On a GPU, where targets are not validated; on a CPU it is an error."""
-    tensors = make(torch.float32, device, 6, 8)
-    tensors["targets"][4] = stray
-    losses = tk.cross_entropy(**tensors, reduction="none", backend=backend)
-    assert torch.isnan(losses).tolist() == [False, False, False, False, True, False]
+@pytest.mark.parametrize("stray", [-7, 65, 2**40])
+@pytest.mark.parametrize("options", [(0.0,), (0.1,), (0.1, True, 1e-3, 5.0)], ids=["plain", "smoothed", "all options"])
+def test_a_target_that_is_no_class(gpu_backend, device, stray, options):
+    """As on a GPU, where targets are not validated: kernels read nothing for it, and its row is NaN."""
+    smoothing, *others = options
+    weight, z_loss, softcap = (
+        (torch.linspace(0.5, 1.5, 65, device=device), *others[1:]) if others else (None, 0.0, None)
+    )
+    module = dispatch._module(dispatch.OPERATIONS[OP], gpu_backend)
+    logits, targets = normal(4, 65, dtype=torch.float32, device=device).detach(), [0, stray, 64, -100]
+    call = CrossEntropyCall(
+        logits, torch.tensor(targets, device=device), -100, smoothing, "none", weight, z_loss, softcap
+    )
+    result = module.forward(call)
+    (dlogits,) = backward(module, call, result, torch.ones_like(result.loss))
+    found = [(result.loss, dlogits), module.row_losses_and_gradient(logits, call.targets, call.row_loss())]
+    for losses, gradient in found:
+        assert torch.isnan(losses).tolist() == [False, True, False, False] and losses[3] == 0.0
+        assert torch.isnan(gradient).all(-1).tolist() == [False, True, False, False] and (gradient[3] == 0).all()
 
 
 def test_the_torch_backend_chunks_do_not_show(device, monkeypatch):

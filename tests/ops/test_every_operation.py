@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 import transformer_kernels as tk
-from tests.support.arguments import LAYOUTS, expanded, misaligned, normal, strided
+from tests.support.arguments import LAYOUTS, expanded, misaligned, normal, odd_along, strided
 from tests.support.operations import EXAMPLES, function
 from tests.support.parity import backend_fixture, check_parity, require
 from transformer_kernels.backends import cuda as _extension
@@ -25,6 +26,7 @@ PASSES = int(os.environ.get("TRANSFORMER_KERNELS_PASSES", 0))
 """Number of backward passes that must give the same bits; 0: 1,000, fewer if kernels are interpreted or emulated."""
 FEWER_PASSES = {"triton": 4, "cuda": 20}
 backend = backend_fixture(*tk.BACKENDS)
+vector_backend = backend_fixture("cuda")
 
 
 def parity(op, backend, tensors, **how):
@@ -62,6 +64,27 @@ def test_gradient_of_any_layout(op, backend, device):
     tensors = EXAMPLES[op].make(device=device)
     for layout in (expanded, strided, lambda dy: torch._neg_view(-dy), *((misaligned,) if backend == "cuda" else ())):
         parity(op, backend, tensors, transform=lambda dy, layout=layout: layout(dy) if dy.dim() else dy)
+
+
+@PER_OPERATION
+def test_one_odd_address_or_stride(op, vector_backend, device):
+    """Of one tensor, indices and masks too: reason enough not to load vectors of it."""
+
+    def results(name="", layout=None):
+        tensors = {each: tensor.detach() for each, tensor in EXAMPLES[op].make(4, 32, device=device).items()}
+        if layout is not None:
+            tensors[name] = layout(tensors[name])
+        leaves = [tensors[each].requires_grad_() for each in differentiable(op)]
+        torch.manual_seed(3)
+        outputs = function(op, vector_backend)(**tensors)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        return [*outputs, *torch.autograd.grad(outputs, leaves, [torch.ones_like(output) for output in outputs])]
+
+    expected = results()
+    for name, tensor in EXAMPLES[op].make(4, 32).items():
+        axes = range(tensor.dim() - 1) if tensor.dim() > 2 else ()
+        for layout in (misaligned, *(functools.partial(odd_along, axis=axis) for axis in axes)):
+            torch.testing.assert_close(results(name, layout), expected, msg=lambda m, name=name: f"{name}: {m}")
 
 
 def differentiable(op):

@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import transformer_kernels as tk
+from tests.support import random_calls
 from tests.support.host_time import called
 from tests.support.operations import EXAMPLES, function, without_plans
 from transformer_kernels.backends import dispatch
@@ -99,6 +100,27 @@ def test_without_gradients(op, monkeypatch):
     assert not dispatched
     got = got[0] if isinstance(got, tuple) else got
     assert torch.equal(want, got) and not got.requires_grad
+
+
+@pytest.mark.parametrize("op", PLANNED)
+def test_every_route_gives_the_same_bits(op):
+    """Random options in a first call, a planned one and one that is traced."""
+
+    def computed(tensors, options):
+        torch.manual_seed(3)
+        outputs = getattr(tk, op)(**tensors, **options)
+        outputs = [each for each in (outputs if isinstance(outputs, tuple) else (outputs,)) if each.requires_grad]
+        leaves = [each for each in tensors.values() if each is not None and each.requires_grad]
+        grads = [torch.ones_like(each) for each in outputs]
+        return [*outputs, *(torch.autograd.grad(outputs, leaves, grads, allow_unused=True) if outputs else ())]
+
+    for number in range(8):
+        call = random_calls.DRAWN[op](random_calls.Draw(f"planned:{op}:{number}"))
+        first, planned = computed(*call), computed(*call)
+        with Watching():
+            traced = computed(*call)
+        torch.testing.assert_close(planned, first, rtol=0.0, atol=0.0, equal_nan=True)
+        torch.testing.assert_close(traced, first, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 X, W, B = torch.randn(6, 6), torch.rand(6) + 0.5, torch.randn(6)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import transformer_kernels as tk
-from tests.support.arguments import normal
+from tests.support.arguments import normal, odd_along
 from tests.support.parity import check_parity
 
 OP = "softmax"
@@ -39,12 +39,24 @@ MASKS = [(40,), (30, 1), (30, 40), (3, 1, 1, 40), (1, 2, 30, 40), (3, 1, 30, 1),
 def test_masks(backend, dtype, device, shape, causal):
     tensors = make(dtype, device, 3, 2, 30, 40)
     tensors["mask"] = keep(*shape, device=device)
-    check_parity(OP, backend, tensors, {"causal": causal})
+    check_parity(OP, backend, tensors, {"causal": causal, "scale": -0.5 if causal else 2.0})
 
 
 @pytest.mark.parametrize("shape", [(17, 17), (4, 9, 33), (2, 33, 9), (2, 3, 1, 128), (2, 2, 2, 5, 7)], ids=str)
 def test_causal(backend, dtype, device, shape):
-    check_parity(OP, backend, make(dtype, device, *shape), {"causal": True, "scale": 0.3})
+    check_parity(OP, backend, make(dtype, device, *shape), {"causal": True, "scale": -0.3})
+
+
+@pytest.mark.parametrize("columns", [30, 129, 1030])
+def test_a_mask_of_any_strides_equals_its_copy(backend, device, columns):
+    x = make(torch.float16, device, 2, 3, 4, columns)["x"].detach()
+    wide = keep(2, 1, 4, 2 * columns, device=device)
+    views = [wide[..., ::2], wide[..., 1 : columns + 1], wide[:, :, :1, :columns], wide[..., :1]]
+    views += [odd_along(keep(2, 3, 4, columns, device=device), axis) for axis in range(3)]
+    for view in views:
+        mask = view.expand(2, 3, 4, columns)
+        ours, expected = (tk.softmax(x, mask=each, backend=backend) for each in (mask, mask.contiguous()))
+        assert torch.equal(ours, expected), mask.stride()
 
 
 def test_mask_over_more_than_four_axes(backend, dtype, device):

@@ -291,6 +291,8 @@ def test_another_librarys_exchange_outlives_the_block(monkeypatch: pytest.Monkey
     with tk.accelerate(backend="torch"):
         theirs = lambda x, inner=F.gelu: inner(x)  # noqa: E731
         F.gelu = theirs
+    with tk.accelerate(backend="torch"):
+        assert F.gelu is theirs
     assert F.gelu is theirs
     torch.testing.assert_close(theirs(torch.ones(3)), torch._C._nn.gelu(torch.ones(3)))
 

@@ -341,6 +341,46 @@ def test_adapters_and_hooks_are_called(family, first):
     assert len(calls) == 2
 
 
+@pytest.mark.parametrize("option", [{"max_norm": 0.3}, {"scale_grad_by_freq": True}, {"sparse": True}], ids=str)
+@pytest.mark.parametrize("family", ["bert", "distilbert"])
+def test_options_of_a_table_are_kept(family, option):
+    found = []
+    for model in pair(family):
+        table = model.get_input_embeddings()
+        vars(table).update(option)
+        hidden = model.base_model(models.inputs(family)["input_ids"].clamp(max=7)).last_hidden_state
+        hidden.square().sum().backward()
+        assert table.weight.grad.is_sparse == table.sparse
+        found.append([hidden.detach(), table.weight.detach(), table.weight.grad.to_dense()])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+def test_a_loss_module_with_options_keeps_them():
+    eager, ours = pair("distilbert")
+    for model in (eager, ours):
+        model.mlm_loss_fct = torch.nn.CrossEntropyLoss(label_smoothing=0.3)
+    batch = models.inputs("distilbert")
+    torch.testing.assert_close(ours(**batch).loss, eager(**batch).loss, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+@pytest.mark.parametrize("family", ["bert", "distilbert", "gpt2", "llama"])
+def test_every_kind_of_hook_is_called_in_the_modules_of_an_eager_model(family, kind):
+    eager = models.make(family, dropout=0.1)
+    ours = copy.deepcopy(eager)
+    tk.patch(ours)
+    called = []
+    for model in (eager, ours):
+        names = []
+        for name, part in model.named_modules():
+            if not [*part.children()]:
+                getattr(part, f"register_{kind}_hook")(lambda *_, name=name, names=names: names.append(name))
+        model(**models.inputs(family)).loss.backward()
+        called.append(set(names))
+    assert called[0] and called[0] <= called[1]
+
+
 @pytest.mark.parametrize("family", ("bert", "roberta"))
 def test_feed_forward_networks_in_chunks(family, monkeypatch):
     """Without chunks, transformers' function for them, which inspects a signature, is not called."""

@@ -62,5 +62,15 @@ def strided(x):
     return torch.stack((x, gaps), dim=-1).flatten(-2)[..., ::2]
 
 
+def odd_along(x, axis):
+    """The same values, where the stride of this axis alone is odd; those before the last axis are multiples of 16."""
+    strides = [1] * x.dim()
+    for i in reversed(range(x.dim() - 1)):
+        strides[i] = -(-x.shape[i + 1] * strides[i + 1] // 16) * 16 + (i == axis)
+    view = _unread(x, x.shape[0] * strides[0] + 16).as_strided(x.shape, strides)
+    view.copy_(x)
+    return view
+
+
 LAYOUTS = (transposed, sliced, misaligned, strided)
 """The same values with other strides or another storage offset, surrounded by NaN."""

@@ -108,10 +108,10 @@ def _queries_and_keys(rows, columns, dtype, device):
 
 
 def _rotated(rows, columns, dtype, device):
-    """All pairs of columns but the last are rotated."""
+    """The first half of the columns is rotated."""
     positions = torch.arange(2 * rows, device=device).view(2, rows)
     wide = torch.promote_types(dtype, torch.float32)
-    cos, sin = reference.rotary_table(positions, max(2, columns // 2 * 2 - 2), dtype=wide)
+    cos, sin = reference.rotary_table(positions, max(2, columns // 4 * 2), dtype=wide)
     return {**_queries_and_keys(rows, columns, dtype, device), "cos": cos, "sin": sin}
 
 

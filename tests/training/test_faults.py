@@ -16,7 +16,7 @@ import torch
 
 from transformer_kernels import cli
 from transformer_kernels.training import CharGPT, Processes, RunFolderError, Trainer, load_checkpoint
-from transformer_kernels.training.checkpoint import claimed
+from transformer_kernels.training.checkpoint import checkpoint_folder, claimed
 from transformer_kernels.training.distributed import choose_device
 
 TINY = ["--model", "layers=1", "--model", "width=16", "--model", "heads=2", "--batch-size", 4, "--no-progress"]
@@ -117,6 +117,7 @@ def holds_a_run_put_aside(session):
     shutil.rmtree(session.folder / "run" / "best")
     os.rename(session.folder / "run" / "last", session.folder / "run" / ".last.previous")
     session.refused(session.train("run"), "contains a run already")
+    assert checkpoint_folder(session.folder / "run") == session.folder / "run" / "last"
     assert session.step("run/last") == 4
     with claimed(session.folder / "run", overwrite=True):
         assert not (session.folder / "run" / ".last.previous").exists()

@@ -54,11 +54,12 @@ def test_what_came_before_the_cancellation_counts():
     assert model.training
 
 
-def test_dropout_is_off_in_evaluation_and_on_again_after_it():
-    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 4)).train()
+@pytest.mark.parametrize("mode", [True, False])
+def test_dropout_is_off_in_evaluation_and_after_it_as_before(mode):
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 4)).train(mode)
     expected = evaluation_totals(model[1], batches())
     assert evaluation_totals(model, batches()) == expected
-    assert model.training and model[0].training
+    assert model.training is model[0].training is mode
 
 
 def test_ignored_targets_count_neither_in_the_loss_nor_in_the_accuracy():

@@ -203,6 +203,8 @@ class LabelsOutside(Mixin):
     def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
         if labels is None:
             return super().forward(*args, **kwargs)
+        if not _is_mean(getattr(self, "mlm_loss_fct", None)):
+            return super().forward(*args, labels=labels, **kwargs)
         given = self._given(labels, len(args), kwargs)
         out = super().forward(*args, **given)
         logits = out[0] if isinstance(out, tuple) else out.logits
@@ -211,6 +213,14 @@ class LabelsOutside(Mixin):
 
     def _given(self, labels: Tensor, positional: int, kwargs: dict[str, Any]) -> dict[str, Any]:
         return kwargs
+
+
+def _is_mean(loss: Any) -> bool:
+    """Whether a model's own loss module, if it has one (DistilBERT), is a plain cross-entropy without options."""
+    if loss is None:
+        return True
+    plain = is_plain(loss, nn.CrossEntropyLoss) and loss.weight is None
+    return plain and (loss.ignore_index, loss.reduction, loss.label_smoothing) == (-100, "mean", 0.0)
 
 
 class LabelsShiftedIn(LabelsOutside):

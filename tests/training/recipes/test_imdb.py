@@ -109,8 +109,8 @@ def test_bucketing_pads_less_and_says_so(imdb_config, tmp_path):
 
 
 def test_the_padding_fraction_is_counted(imdb_config):
-    trainer = Trainer(Imdb(imdb_config(padding="max")))
-    masks = []
+    config = imdb_config(padding="max", steps=5, log_every=2)
+    trainer, masks = Trainer(Imdb(config)), []
     batch = trainer.recipe.batch
 
     def watched(indices, device):
@@ -120,6 +120,10 @@ def test_the_padding_fraction_is_counted(imdb_config):
     trainer.recipe.batch = watched
     result = trainer.fit()
     assert result.padding_fraction == pytest.approx(1 - torch.cat(masks).float().mean().item())
+    log = [json.loads(line) for line in Path(config.out, "log.jsonl").read_text().splitlines()]
+    found = [line["padding_fraction"] for line in log if line["event"] == "train"]
+    expected = [1 - torch.cat(masks[first : first + 2]).float().mean().item() for first in (0, 2, 4)]
+    assert found == pytest.approx(expected)
 
 
 def test_a_packed_batch_holds_what_a_padded_one_does(imdb_config):
