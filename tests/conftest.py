@@ -1,5 +1,6 @@
 """Without a GPU, kernels run on CPU tensors: Triton's interpreted, CUDA's emulated. Both are chosen before import."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -25,6 +26,12 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("gpu"):  # not a keyword, which would match a folder of that name
             item.add_marker(reason)
+
+
+def pytest_collection_finish():
+    """Garbage collections, which some libraries ask for in every call, pass over the 13,000 tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

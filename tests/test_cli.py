@@ -4,7 +4,6 @@ import io
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.support import fresh
 from transformer_kernels import cli
 from transformer_kernels.training import DataFileError, TrainingDiverged, checkpoint
 from transformer_kernels.training._optional import require
@@ -323,10 +323,8 @@ def test_info_says_once_what_kernels_share(capsys, monkeypatch):
 def test_info_of_a_machine_without_a_gpu_says_so_once():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
-    switches = ("TRITON_INTERPRET", "TRANSFORMER_KERNELS_EMULATE")
-    environment = {name: value for name, value in os.environ.items() if name not in switches}
-    command = [sys.executable, "-m", "transformer_kernels", "info"]
-    message = subprocess.run(command, cwd=CHECKOUT, env=environment, capture_output=True, text=True, check=True).stdout
+    as_installed = dict.fromkeys(("TRITON_INTERPRET", "TRANSFORMER_KERNELS_EMULATE"))
+    message = fresh.checked("from transformer_kernels.cli import main; main(['info'])", **as_installed)
     assert message.count("backend='auto' runs on the CPU") == 1
     assert "triton     needs a CUDA device" in message
 

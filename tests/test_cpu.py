@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import transformer_kernels as tk
+from tests.support import fresh
 from tests.support.arguments import DTYPES, dtype_id
 from tests.support.operations import EXAMPLES, row_operations
 from tests.support.parity import assert_within_budget
@@ -246,21 +247,10 @@ def test_a_level_that_the_processor_lacks_is_refused():
 # Processes
 
 
-def run_python(code, **environment):
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
 def test_the_environment_names_the_instruction_set():
     code = "from transformer_kernels.backends import cpu; print(cpu.load().instruction_set())"
-    assert run_python(code, TRANSFORMER_KERNELS_CPU_ISA="plain").stdout == "plain\n"
-    refused = run_python(code, TRANSFORMER_KERNELS_CPU_ISA="mmx")
+    assert fresh.python(code, TRANSFORMER_KERNELS_CPU_ISA="plain").stdout == "plain\n"
+    refused = fresh.python(code, TRANSFORMER_KERNELS_CPU_ISA="mmx")
     assert refused.returncode != 0 and "got mmx" in refused.stderr
 
 
@@ -277,7 +267,7 @@ if child == 0:
     os._exit(0 if same else 1)
 raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    assert run_python(code).returncode == 0
+    fresh.checked(code)
 
 
 # The module

@@ -1,8 +1,6 @@
 """Selection of the backend: precedence of settings, errors without fallback, and explain."""
 
 import inspect
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,15 +10,10 @@ import torch
 
 import transformer_kernels as tk
 from python_ref import ops as reference
+from tests.support import fresh
 from transformer_kernels.backends import build, dispatch
 
 ROOT = Path(__file__).parents[1]
-
-
-def python(code, **environment):
-    """Run code in a process without the variables that the test suite sets."""
-    env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", **environment}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
 
 
 @pytest.fixture(autouse=True)
@@ -73,12 +66,14 @@ def test_an_unknown_backend_in_the_environment(monkeypatch):
 
 
 def test_a_named_backend_never_falls_back_and_auto_is_quiet():
-    result = python(
+    as_installed = dict.fromkeys(("TRITON_INTERPRET", "TRANSFORMER_KERNELS_EMULATE"))
+    result = fresh.python(
         "import torch, transformer_kernels as tk\n"
         "tk.gelu(torch.ones(3)); print(tk.explain('gelu', torch.ones(3)))\n"
         "for name in ('triton', 'cuda'):\n"
         "    try: tk.gelu(torch.ones(3), backend=name)\n"
-        "    except tk.BackendUnavailable as error: print('refused:', error)"
+        "    except tk.BackendUnavailable as error: print('refused:', error)",
+        **as_installed,
     )
     assert result.returncode == 0 and result.stderr == ""
     for name in ("triton", "cuda"):

@@ -1,12 +1,9 @@
 """The examples and the code of README and docs run unchanged; commands at small sizes on small data."""
 
 import json
-import logging
-import os
+import logging.handlers
 import re
 import shlex
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -14,6 +11,7 @@ import pytest
 import torch
 
 import transformer_kernels as tk
+from tests.support import fresh
 from transformer_kernels import cli
 
 ROOT = Path(__file__).parents[1]
@@ -30,17 +28,10 @@ SHOWN = [page for page in PAGES if page.stem != "README"]
 COMMAND = "transformer-kernels "
 
 
-def run(*arguments, folder=ROOT):
-    command, variables = [sys.executable, *arguments], {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=240, env=variables)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example(path):
-    code = f"import runpy, sys; sys.path.insert(0, '.'); runpy.run_path({str(path)!r}, run_name='__main__')"
-    assert SAYS[path.stem] in run("-c", code)
+    code = f"import runpy; runpy.run_path({str(path)!r}, run_name='__main__')"
+    assert SAYS[path.stem] in fresh.checked(code, OMP_NUM_THREADS="1")
 
 
 def blocks(path, language):
@@ -57,7 +48,7 @@ def test_python_of_the_readme(index, tmp_path):
         tk.export_pretrained(tk.build("gpt2", vocab_size=256, layers=1, width=64, heads=2), tmp_path / "distilgpt2")
         characters = tokenizers.Tokenizer(tokenizers.models.BPE({chr(n): n for n in range(256)}, []))
         characters.save(str(tmp_path / "distilgpt2/tokenizer.json"))
-    assert run("-c", code, folder=tmp_path).strip()
+    assert fresh.checked(code, folder=tmp_path)
 
 
 # docs/
@@ -76,9 +67,12 @@ def test_links_of_docs(page):
 
 
 @pytest.mark.parametrize("page", SHOWN, ids=lambda path: path.stem)
-def test_python_of_docs(page, capsys, caplog, monkeypatch):
+def test_python_of_docs(page, capsys, monkeypatch):
     """Each block runs by itself without warnings, and prints the comment after each print."""
     assert blocks(page, "python")
+    logged = logging.handlers.BufferingHandler(1000)
+    logged.setLevel(logging.WARNING)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [logged])
     for code in blocks(page, "python"):
         if "from transformers" in code:
             pytest.importorskip("transformers", reason="transformers is not installed")
@@ -86,7 +80,7 @@ def test_python_of_docs(page, capsys, caplog, monkeypatch):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             exec(compile(code, page.name, "exec"), {})
-        assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+        assert [record.getMessage() for record in logged.buffer] == []
         assert capsys.readouterr().out.splitlines() == re.findall(r"print\(.*\)  # (.*)", code)
 
 

@@ -3,11 +3,10 @@
 import ast
 import pydoc
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import transformer_kernels as tk
+from tests.support import fresh
 from transformer_kernels.backends.dispatch import OPERATIONS
 
 ROOT = Path(__file__).parents[1]
@@ -72,22 +71,34 @@ def test_backends_never_import_each_other():
 
 
 def test_an_import_brings_nothing_that_is_not_needed():
-    code = "import torch, sys; before = {*sys.modules}; import transformer_kernels.nn; print(*{*sys.modules} - before)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
-    brought = set(result.stdout.split())
-    assert "transformer_kernels.backends.dispatch" in brought, result.stderr
-    unwanted = {"triton", "tiktoken", "sklearn", "yaml", "matplotlib", "python_ref", "transformer_kernels._kernels"}
-    assert not brought & unwanted
-
-
-def test_the_package_imports_without_triton():
     code = (
-        "import sys; sys.modules['triton'] = None\n"
+        "import torch, sys; before, gelu = {*sys.modules}, torch.nn.functional.gelu\n"
+        "import transformer_kernels as tk, transformer_kernels.nn; brought = {*sys.modules} - before\n"
+        "tk.patch(torch.nn.LayerNorm(4)); brought |= {*sys.modules} & {'transformers'}\n"
+        "assert torch.nn.functional.gelu is gelu; print(*brought)"
+    )
+    brought = set(fresh.checked(code).split())
+    assert "transformer_kernels.backends.dispatch" in brought
+    unwanted = {"triton", "tiktoken", "sklearn", "yaml", "matplotlib", "python_ref", "transformer_kernels._kernels"}
+    assert not brought & (unwanted | {"transformers"})
+
+
+def test_the_package_works_without_triton_and_transformers():
+    code = (
+        "import sys; sys.modules['triton'] = sys.modules['transformers'] = None\n"
         "import torch, transformer_kernels as tk\n"
+        "from transformer_kernels.backends import triton\n"
         "x = torch.randn(3, 8)\n"
         "tk.layer_norm(x, torch.ones(8))\n"
+        "print(tk.patch(torch.nn.TransformerEncoderLayer(12, 2)))\n"
+        "print(triton.unavailable(torch.device('cpu')))\n"
         "try: tk.gelu(x, backend='triton')\n"
-        "except tk.BackendUnavailable as error: print(error)"
+        "except tk.BackendUnavailable as error: print(error)\n"
+        "try: import transformer_kernels.huggingface\n"
+        "except ImportError as error: print(error)"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
-    assert "gelu: backend 'triton' is not available" in result.stdout, result.stderr
+    printed = fresh.checked(code)
+    assert "modules patched, 0 not patched; the default backend" in printed
+    assert "cannot be imported" in printed and "pip install triton" in printed
+    assert "gelu: backend 'triton' is not available" in printed
+    assert "needs transformers 5.10 or newer, and it is not installed: pip install -U transformers" in printed

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from transformer_kernels import cli
 from transformer_kernels.backends import cpu
 
 ROOT = Path(__file__).parents[1]
@@ -140,13 +141,22 @@ def test_an_error_of_torch(tmp_path):
     assert lines[-1].startswith("RuntimeError: mat1 and mat2 shapes cannot be multiplied")
 
 
-def test_what_cannot_be_run(tmp_path):
-    absent = run(tmp_path, "absent.py")
-    assert absent.returncode == 2 and "can't open file 'absent.py'" in absent.stderr
-    nothing = run(tmp_path)
-    assert nothing.returncode == 2 and "a script or -m MODULE is needed" in nothing.stderr
-    assert run(tmp_path, "--backend", "nonsense", "x.py").returncode == 2
-    assert "--backend" in run(tmp_path, "--help").stdout
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["absent.py"], 2, "can't open file 'absent.py'"),
+        ([], 2, "a script or -m MODULE is needed"),
+        (["--backend", "nonsense", "x.py"], 2, "invalid choice: 'nonsense'"),
+        (["--help"], 0, "--backend"),
+    ],
+)
+def test_what_is_not_run(arguments, status, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    try:
+        found = cli.main(["run", *arguments])
+    except SystemExit as ended:
+        found = ended.code
+    assert found == status and message in "".join(capsys.readouterr())
 
 
 def test_a_main_module_that_is_pickled(tmp_path):

@@ -1,14 +1,12 @@
 """Triton's common code: lazy import with a reason, tables, conversions, dropout."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from python_ref import ops as reference
+from tests.support import fresh
 from tests.support.interpreter import hardened
 from transformer_kernels.backends import triton as _triton
 from transformer_kernels.backends.triton_tiles import (
@@ -28,30 +26,6 @@ requires_interpreter = pytest.mark.skipif(
 requires_support = pytest.mark.skipif(_triton._load_once()[0] is None, reason="this release of Triton is not supported")
 
 
-def run_python(source, **environment):
-    merged = {**os.environ, **{name: value for name, value in environment.items() if value is not None}}
-    for name, value in environment.items():
-        if value is None:
-            merged.pop(name, None)
-    finished = subprocess.run([sys.executable, "-c", source], env=merged, capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stderr[-2000:]
-    return finished.stdout.strip()
-
-
-def test_importing_the_package_does_not_import_triton():
-    assert run_python("import sys, transformer_kernels; print('triton' in sys.modules)") == "False"
-
-
-def test_a_missing_triton_is_a_reason_not_an_error():
-    source = (
-        "import sys; sys.modules['triton'] = None\n"
-        "import torch; from transformer_kernels.backends import triton as _triton\n"
-        "print(_triton.unavailable(torch.device('cpu')))"
-    )
-    found = run_python(source)
-    assert "cannot be imported" in found and "pip install triton" in found
-
-
 @pytest.mark.parametrize("version", ["3.3.1", "4.0.0"])
 def test_an_unsupported_version_states_the_range(version):
     source = (
@@ -59,7 +33,7 @@ def test_an_unsupported_version_states_the_range(version):
         "from transformer_kernels.backends import triton as _triton\n"
         "print(_triton.unavailable(torch.device('cpu')))"
     )
-    found = run_python(source)
+    found = fresh.checked(source)
     assert version in found and _triton.SUPPORTED_VERSIONS in found
 
 
@@ -69,8 +43,8 @@ def test_cpu_tensors_need_the_interpreter():
         "import torch; from transformer_kernels.backends import triton as _triton\n"
         "print(_triton.unavailable(torch.device('cpu')))"
     )
-    assert "TRITON_INTERPRET=1" in run_python(source, TRITON_INTERPRET=None)
-    assert run_python(source, TRITON_INTERPRET="1") == "None"
+    assert "TRITON_INTERPRET=1" in fresh.checked(source, TRITON_INTERPRET=None)
+    assert fresh.checked(source, TRITON_INTERPRET="1") == "None"
 
 
 @requires_support
@@ -80,7 +54,7 @@ def test_the_variable_set_after_triton_was_imported_is_refused():
         "from transformer_kernels.backends import triton as _triton\n"
         "print(_triton.unavailable(torch.device('cpu')))"
     )
-    assert "before the process starts" in run_python(source, TRITON_INTERPRET=None)
+    assert "before the process starts" in fresh.checked(source, TRITON_INTERPRET=None)
 
 
 def test_tiles_follow_the_rule_or_what_was_tuned_for_the_newest_capability(monkeypatch):
@@ -124,7 +98,7 @@ def test_a_device_with_little_shared_memory_takes_the_oldest_tables(monkeypatch)
 @requires_support
 def test_a_compilation_is_launched_again_only_where_triton_would():
     """The key contains everything that affects compilation; otherwise a wrong kernel would be launched."""
-    found = json.loads(run_python(LAUNCHES, TRITON_INTERPRET=None, PYTHONPATH=os.pathsep.join(sys.path)))
+    found = json.loads(fresh.checked(LAUNCHES, TRITON_INTERPRET=None))
     assert found == {case: "compiled" if case in COMPILED else "reused" for case in found} and set(found) > COMPILED
 
 

@@ -6,8 +6,7 @@ import torch
 from tests.support.arguments import normal
 from tests.support.operations import backward, prepared
 from tests.support.parity import backend_fixture, check_parity
-from tests.support.triton_tables import every_width
-from transformer_kernels.backends.triton_tiles import RowTile
+from tests.support.triton_tables import process_in_blocks
 
 OP = "add_layer_norm"
 backend = backend_fixture("triton")
@@ -22,9 +21,7 @@ def test_two_passes_match_the_reference(
 ):  # fmt: skip
     from transformer_kernels.ops.norm import _triton as norm
 
-    table = every_width(RowTile(rows=1, columns=64, num_warps=4))
-    monkeypatch.setattr(norm, "FORWARD", table)
-    monkeypatch.setattr(norm, "BACKWARD", table)
+    process_in_blocks(monkeypatch, norm)
     names = ("x", "residual"), ("weight", "bias")
     tensors = {name: normal(7, width, dtype=dtype, device=device, seed=i) for i, name in enumerate(names[0])}
     tensors |= {name: normal(width, dtype=dtype, device=device, seed=i) for i, name in enumerate(names[1], 2)}

@@ -8,8 +8,7 @@ from tests.ops.test_cross_entropy import make
 from tests.support.arguments import normal
 from tests.support.operations import backward, prepared
 from tests.support.parity import backend_fixture, check_parity
-from tests.support.triton_tables import every_width
-from transformer_kernels.backends.triton_tiles import RowTile
+from tests.support.triton_tables import process_in_blocks
 from transformer_kernels.ops.loss._calls import RowLoss
 
 OP = "cross_entropy"
@@ -21,7 +20,7 @@ def _walked(backend, monkeypatch):
     """Rows of more than 64 columns are processed in blocks of 64."""
     from transformer_kernels.ops.loss import _triton as cross_entropy
 
-    monkeypatch.setattr(cross_entropy, "FORWARD", every_width(RowTile(rows=1, columns=64, num_warps=4)))
+    process_in_blocks(monkeypatch, cross_entropy, "FORWARD")
 
 
 @pytest.mark.usefixtures("_walked")

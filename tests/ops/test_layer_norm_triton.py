@@ -6,7 +6,7 @@ import torch
 from tests.support.arguments import normal
 from tests.support.operations import prepared
 from tests.support.parity import backend_fixture, check_parity
-from tests.support.triton_tables import every_width
+from tests.support.triton_tables import process_in_blocks
 from transformer_kernels.backends.triton_tiles import RowTile
 
 OP = "layer_norm"
@@ -18,9 +18,7 @@ def _walked(backend, monkeypatch):
     """Rows of more than 64 columns are processed in blocks of 64, and their columns summed in blocks of 32."""
     from transformer_kernels.ops.norm import _triton as norm
 
-    table = every_width(RowTile(rows=1, columns=64, num_warps=4))
-    monkeypatch.setattr(norm, "FORWARD", table)
-    monkeypatch.setattr(norm, "BACKWARD", table)
+    process_in_blocks(monkeypatch, norm)
     monkeypatch.setattr(norm, "COLUMN_TILE", RowTile(rows=4, columns=32, num_warps=4, programs=5))
 
 

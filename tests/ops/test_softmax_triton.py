@@ -6,8 +6,7 @@ import torch
 from tests.support.arguments import DTYPES, dtype_id, normal
 from tests.support.operations import backward, prepared
 from tests.support.parity import backend_fixture, check_parity
-from tests.support.triton_tables import every_width
-from transformer_kernels.backends.triton_tiles import RowTile
+from tests.support.triton_tables import process_in_blocks
 
 OP = "softmax"
 backend = backend_fixture("triton")
@@ -18,9 +17,7 @@ def _walked(backend, monkeypatch):
     """Rows of more than 64 columns are processed in blocks of 64."""
     from transformer_kernels.ops.softmax import _triton as softmax
 
-    table = every_width(RowTile(rows=1, columns=64, num_warps=4))
-    monkeypatch.setattr(softmax, "FORWARD", table)
-    monkeypatch.setattr(softmax, "BACKWARD", table)
+    process_in_blocks(monkeypatch, softmax)
 
 
 @pytest.mark.usefixtures("_walked")

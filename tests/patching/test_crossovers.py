@@ -12,6 +12,7 @@ import torch
 import transformer_kernels as tk
 from benchmarks import crossovers
 from tests.support import transformers_models as models
+from tests.support.operations import dispatched
 from tests.support.transformers_models import one_thread  # noqa: F401  # a fixture of every test here
 from transformer_kernels import huggingface
 from transformer_kernels.backends import dispatch
@@ -25,15 +26,7 @@ FEW_TOKENS = ("bert", "distilbert", "gpt2", "llama", "qwen2", "vit")  # Mistral'
 @pytest.fixture
 def computed(monkeypatch, unplanned):
     """The operations that this package computed."""
-    names: list[str] = []
-    select = dispatch.select
-
-    def counted(operation, backend, call):
-        names.append(operation.name)
-        return select(operation, backend, call)
-
-    monkeypatch.setattr(dispatch, "select", counted)
-    return names
+    return dispatched(monkeypatch)
 
 
 def patched(family, backend=None):

@@ -1,6 +1,6 @@
 """The number of Triton compilations of a script, by Triton's specialisation keys, without a GPU.
 
-Run as a program, without TRITON_INTERPRET: `python -m tests.support.compilations softmax-batches`.
+Run as a program, without TRITON_INTERPRET: `python -m tests.support.compilations batches`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ from benchmarks.compilers import row_calls
 from benchmarks.compilers.launches import record
 
 
-def compilations(case):
-    """The number of compilations of each kernel for one shape and for all shapes, in a process without interpreter."""
+def compilations(shapes):
+    """By operation, the number of compilations of each kernel for the first and for all of these SHAPES.
+
+    They run in a process without the interpreter.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     root = str(Path(__file__).parents[2])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))
-    command = [sys.executable, "-m", "tests.support.compilations", case]
+    command = [sys.executable, "-m", "tests.support.compilations", shapes]
     finished = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=root)
     assert finished.returncode == 0, finished.stderr[-3000:]
     return json.loads(finished.stdout.splitlines()[-1])
@@ -99,13 +102,12 @@ SHAPES = {
 }
 
 
-def _count(case):
-    """The number of compilations of each kernel for the first shape of a case, and for all shapes."""
-    operation, shapes = case.split("-")
-    calls = [(str(shape), functools.partial(OPERATIONS[operation], *shape)) for shape in SHAPES[shapes]]
+def _count(operation, shapes):
+    """The number of compilations of each kernel for the first shape, and for all."""
+    calls = [(str(shape), functools.partial(operation, *shape)) for shape in shapes]
     found = [Counter(launch.kernel_name for launch in record(chosen, (9, 0))) for chosen in (calls[:1], calls)]
     return {name: [counted[name] for counted in found] for name in found[1]}
 
 
 if __name__ == "__main__":
-    print(json.dumps(_count(sys.argv[1])))
+    print(json.dumps({name: _count(operation, SHAPES[sys.argv[1]]) for name, operation in OPERATIONS.items()}))

@@ -163,6 +163,19 @@ def backward(module, call, result, *grads, wanted=None):
     return module.backward(call, result, grads, wanted or (True,) * len(operation.differentiable))
 
 
+def dispatched(monkeypatch):
+    """The operations whose calls are validated and dispatched from here on, one name for each such call."""
+    names = []
+    select = dispatch.select
+
+    def counted(operation, backend, call):
+        names.append(operation.name)
+        return select(operation, backend, call)
+
+    monkeypatch.setattr(dispatch, "select", counted)
+    return names
+
+
 @contextmanager
 def without_plans(kept=dict):
     """Within this context calls are not planned as before it, nor after it as within; `kept` makes the new plans."""

@@ -1,11 +1,9 @@
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.support import fresh
 from transformer_kernels.training import CharGPT, Trainer, load_checkpoint
 from transformer_kernels.training.step import IGNORED, Batch, autocast, choose_dtype, evaluation_totals, matrix_products
 
@@ -93,8 +91,7 @@ def test_tf32_where_the_newer_setting_is_in_use():
         "with matrix_products('tf32'): print(products.fp32_precision)\n"
         "print(products.fp32_precision)"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert result.stdout.split() == ["tf32", "ieee"]
+    assert fresh.checked(program).split() == ["tf32", "ieee"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

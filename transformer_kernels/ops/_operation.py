@@ -211,8 +211,10 @@ class Operation:
 
     def __call__(self, call: Any, backend: str | None, public: int | None = None) -> Any:
         """The public outputs of a validated call, or the first ones, by the cheapest route that it allows."""
+        if is_compiling():  # which would guard every entry of `calls`
+            return self._traced(call, backend)
         public = self.public if public is None else public
-        layout = None if is_compiling() else _plan.layout(backend, self.flat(call))
+        layout = _plan.layout(backend, self.flat(call))
         plan = self.calls.get((public, layout))
         if plan is None:
             if is_traced(call[0]):
