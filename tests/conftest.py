@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """Garbage collections, which some libraries ask for in every call, pass over the 13,000 tests."""
+    """Exclude the collected tests from garbage collection, which some libraries run in every call."""
     gc.collect()
     gc.freeze()
 

@@ -68,7 +68,7 @@ def test_gradient_of_any_layout(op, backend, device):
 
 @PER_OPERATION
 def test_one_odd_address_or_stride(op, vector_backend, device):
-    """Of one tensor, indices and masks too: reason enough not to load vectors of it."""
+    """One misaligned tensor or one odd stride, of indices and masks too, excludes vector loads of it."""
 
     def results(name="", layout=None):
         tensors = {each: tensor.detach() for each, tensor in EXAMPLES[op].make(4, 32, device=device).items()}

@@ -105,11 +105,12 @@ def unwritten_is_nan(backend):
     if backend != "torch" or torch.cuda.is_available():
         yield
         return
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def _leaf(value, dtype):

@@ -211,7 +211,7 @@ class Operation:
 
     def __call__(self, call: Any, backend: str | None, public: int | None = None) -> Any:
         """The public outputs of a validated call, or the first ones, by the cheapest route that it allows."""
-        if is_compiling():  # which would guard every entry of `calls`
+        if is_compiling():  # Dynamo would guard every entry of `calls`
             return self._traced(call, backend)
         public = self.public if public is None else public
         layout = _plan.layout(backend, self.flat(call))
