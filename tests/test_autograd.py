@@ -14,8 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import transformer_kernels as tk
+from tests.support import oracle
 from tests.support.operations import EXAMPLES, prepared
 from tests.support.operations import function as public
+from tests.support.random_calls import DRAWN, Draw
 from transformer_kernels.backends import dispatch
 from transformer_kernels.ops import _dropout
 
@@ -356,3 +358,35 @@ def test_negated_views_are_refused():
         tk.gelu(torch.randn(4, 16)[:, ::2])  # a call of the same layout
         with pytest.raises(TypeError, match=r"gelu: x must not be a negated view; pass x.resolve_neg\(\)"):
             tk.gelu(negated)
+
+
+@pytest.mark.parametrize(("backend", "dtype"), [("torch", torch.float64), ("cpu", torch.float32)])
+@pytest.mark.parametrize("op", [op for op in SECOND_ORDER if op != "bias_relu"])
+def test_second_derivatives_with_options(op, backend, dtype):
+    """Those of the oracle in float64, for random calls without NaN or dropout; piecewise linear ones are above."""
+    if (reason := dispatch.unavailable(backend, torch.device("cpu"))) is not None:
+        pytest.skip(reason)
+    tolerance = {"rtol": 1e-7, "atol": 1e-9} if dtype is torch.float64 else {"rtol": 1e-3, "atol": 1e-3}
+    for number in range(64):
+        draw = Draw(f"{op}:{number}")
+        draw.dtype, draw.poison = dtype, lambda *_: None
+        tensors, options = DRAWN[op](draw)
+        if options.get("activation") == "relu":
+            continue
+        if backend == "cpu" and op == "cross_entropy" and tensors["targets"].is_floating_point():
+            continue  # unsupported
+        tensors = {name: x for name, x in tensors.items() if x is not None}
+        wanted = [name for name, x in tensors.items() if x.requires_grad or name in ("x", "gate", "logits")]
+        second = []
+        for function, to in ((partial(getattr(tk, op), backend=backend), dtype), (getattr(oracle, op), torch.float64)):
+            given = {name: x.detach().to(to) if x.is_floating_point() else x for name, x in tensors.items()}
+            leaves = [given[name].requires_grad_() for name in wanted]
+            grads = torch.autograd.grad(function(**given, **options).sin().sum(), leaves, create_graph=True)
+            needed = sum(grad.square().sum() for grad in grads if grad.requires_grad)
+            again = torch.autograd.grad(needed, leaves, allow_unused=True)
+            second.append(
+                [torch.zeros_like(x) if each is None else each for x, each in zip(leaves, again, strict=True)]
+            )
+        for got, want in zip(*second, strict=True):
+            size = want.abs().amax().clamp_min(1.0)
+            torch.testing.assert_close(got.double() / size, want / size, **tolerance, msg=f"{number}: {options}")

@@ -346,7 +346,14 @@ def test_demo_trains_beside_the_reference_and_compares(capsys, monkeypatch, tmp_
 
 
 def test_a_speedrun_adds_a_line_to_the_board(folder, capsys, tmp_path):
-    lines = [f"corpus: {folder / 'text.txt'}", "context: 8", "batch_size: 4", "steps: 9", "progress: false"]
+    lines = [
+        f"corpus: {folder / 'text.txt'}",
+        "context: 8",
+        "batch_size: 4",
+        "steps: 9",
+        "progress: false",
+        "eval_every: 1",
+    ]
     (tmp_path / "recipe.yaml").write_text("\n".join([*lines, "model: {layers: 1, width: 16, heads: 2}"]))
     board = tmp_path / "boards" / "speedrun.md"
     threads = torch.get_num_threads()
@@ -368,6 +375,8 @@ def test_a_speedrun_adds_a_line_to_the_board(folder, capsys, tmp_path):
         assert row["evaluated on"] == f"168 of {folder / 'text.txt'}"  # 21 windows of 8 of the last 176 characters
         assert float(row["CPU seconds"]) > 0 and row["processor"] and row["commit"]
         assert row["recipe"] == f"recipe, ffn_width={24 + seed}"
+        events = [json.loads(line)["event"] for line in (tmp_path / f"run{seed}" / "log.jsonl").open()]
+        assert events.count("validation") == 1  # at the end; those of the recipe would use up the budget
         config = checkpoint_config(tmp_path / f"run{seed}" / "last")
         assert config.model == {"layers": 1, "width": 16, "heads": 2, "ffn_width": 24 + seed}
     capsys.readouterr()

@@ -134,6 +134,7 @@ def test_bound_operations_use_their_backend(monkeypatch):
     bound = tk.bind("cuda")
     for each in (bound, copy.deepcopy(bound), pickle.loads(pickle.dumps(bound))):
         assert each == bound and repr(each) == "transformer_kernels.bind('cuda')"
+    assert bound not in (tk.bind("torch"), tk.bind(), "cuda") and len({bound, tk.bind("cuda"), tk.bind()}) == 2
     monkeypatch.setattr(dispatch, "unavailable", lambda name, device: "switched off" if name == "cuda" else None)
     with pytest.raises(tk.BackendUnavailable, match="switched off"), tk.use_backend("torch"):
         bound.gelu(torch.ones(3))

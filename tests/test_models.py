@@ -245,3 +245,15 @@ def test_bound_model_asks_its_backend_only():
     model = build("gpt2", "torch")
     with tk.use_backend("cuda"):
         assert model(TOKENS).shape == (2, 12, 23)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_all_tensors_are_made_on_the_device_of_the_inputs(name, backend):
+    """The meta device refuses tensors of another one, as a GPU would."""
+    model = build(name, backend).to("meta")
+    tokens = [each.to("meta") for each in INPUTS.get(name, (TOKENS,))]
+    logits = model(*tokens)
+    assert logits.device.type == "meta" and logits.shape == logits_of(build(name, backend), name).shape
+    logits.sum().backward()
+    assert all(parameter.grad.device.type == "meta" for parameter in model.parameters() if parameter.grad is not None)

@@ -241,6 +241,16 @@ def test_broken_folders(breakage, tmp_path):
         tk.load_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize(("family", "embedding"), [("gpt2", "transformer.wte"), ("llama_tied", "model.embed_tokens")])
+def test_a_tied_head_may_be_stored_too(family, embedding, tmp_path):
+    """Files written by PyTorch's own serialisation contain the tied matrix under both names."""
+    save(family, tmp_path)
+    expected = tk.load_pretrained(tmp_path).state_dict()
+    rewrite(tmp_path, lambda weights: weights.update({"lm_head.weight": weights[f"{embedding}.weight"].clone()}))
+    loaded = tk.load_pretrained(tmp_path).state_dict()
+    assert loaded.keys() == expected.keys() and all(torch.equal(loaded[name], expected[name]) for name in expected)
+
+
 NOT_OURS = {
     "bert": {"position_embedding_type": "relative_key", "is_decoder": True, "tie_word_embeddings": False},
     "roberta": {"pad_token_id": 5, "position_embedding_type": "relative_key", "is_decoder": True},

@@ -150,3 +150,16 @@ def test_explain_reports_the_crossover(monkeypatch):
     assert "calls of fewer than 1024 elements, with gradients of any size, to PyTorch" in shown
     assert tk.explain("layer_norm", x, weight, backend="torch").crossover is None
     assert "gelu" not in str(tk.explain("rotary", x[None, None], x[None, None], *torch.randn(2, 2, 4)).crossover)
+
+
+def test_traced_calls_stay_ours():
+    """A graph of the call must contain the operation, whatever its size; other devices have no such table."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    x, seen = torch.ones(2), []
+    assert _crossovers.is_automatic(x, None) and not _crossovers.is_automatic(x, "torch")
+    assert not _crossovers.is_automatic(x.to("meta"), None)
+    with FakeTensorMode():
+        assert not _crossovers.is_automatic(torch.ones(2), None)
+    torch.jit.trace(lambda each: (seen.append(_crossovers.is_automatic(each, None)), each + 1)[1], x, check_trace=False)
+    assert seen and not any(seen)

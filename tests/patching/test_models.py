@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import json
 import pickle
@@ -671,3 +672,48 @@ def test_a_layer_takes_its_cache_by_the_name_of_every_release(name):
         assert cache.get_seq_length() == models.LENGTH
         outcomes.append(out)
     torch.testing.assert_close(*outcomes, rtol=1e-4, atol=1e-5)
+
+
+def test_labels_after_two_positional_arguments():
+    """T5 derives the decoder's tokens from the labels unless the third argument gives them."""
+    plain, batch = models.make("t5"), models.inputs("t5")
+    ours = copy.deepcopy(plain)
+    tk.patch(ours)
+    given = batch["input_ids"], batch["attention_mask"]
+    for more in ((), (batch["input_ids"],)):
+        expected, got = (each(*given, *more, labels=batch["labels"]) for each in (plain, ours))
+        torch.testing.assert_close(got.loss, expected.loss, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got.logits, expected.logits, rtol=1e-4, atol=1e-4)
+
+
+def leaves(model):
+    """The modules without submodules, by the class that contains them and their name in it."""
+    found = {}
+    for parent in model.modules():
+        for name, part in parent.named_children():
+            if not list(part.children()):
+                found.setdefault((type(parent).__name__, "" if name.isdigit() else name), []).append(part)
+    return found
+
+
+def halve(self, kind, *args, **kwargs):
+    result = kind.forward(self, *args, **kwargs)
+    return tuple(0.5 * each for each in result) if isinstance(result, tuple) else 0.5 * result
+
+
+@pytest.mark.parametrize("family", ONE_OF_EACH)
+def test_a_part_with_code_of_its_own_keeps_it(family):
+    """One subclass at a time takes the place of a part; the code of the modules around it must still be theirs."""
+    plain, batch = models.make(family).eval(), models.inputs(family)
+    for where in leaves(plain):
+        halved = copy.deepcopy(plain)
+        for part in leaves(halved)[where]:
+            kind = type(part)
+            part.__class__ = type("Halved", (kind,), {"forward": functools.partialmethod(halve, kind)})
+        ours = copy.deepcopy(halved)
+        tk.patch(ours, backend="torch")  # "auto" may leave small calls to PyTorch
+        with torch.no_grad():
+            expected, got = halved(**batch), ours(**batch)
+        seen = models.real(family, batch)
+        difference = ((got.logits - expected.logits) * (1 if seen is None else seen)).abs().max()
+        assert difference < 1e-4 and (got.loss - expected.loss).abs() < 1e-5, f"{where}: {difference}"

@@ -32,10 +32,11 @@ class Recorded:
     """Operations that note how many scores each call of attention computes."""
 
     def __init__(self):
-        self.scores = 0
+        self.scores, self.dropouts = 0, set()
 
-    def attention(self, q, k, v, **options):
+    def attention(self, q, k, v, *, dropout_p=0.0, **options):
         self.scores += q.shape[0] * q.shape[2] * k.shape[2]
+        self.dropouts.add(dropout_p)
         return ops.attention(q, k, v, **options)
 
 
@@ -44,8 +45,9 @@ def test_the_scores_that_are_computed_grow_with_the_length_and_not_with_its_squa
     for length in (257, 513, 1025):
         recorded = Recorded()
         x = torch.randn(1, 1, length, 2)
-        global_window_attention(recorded, x, x, x, window=16, global_tokens=1)
+        global_window_attention(recorded, x, x, x, window=16, global_tokens=1, dropout_p=0.25)
         counted.append(recorded.scores)
+        assert recorded.dropouts == {0.25}
     assert counted == [length + (length - 1) * (1 + 3 * 16) for length in (257, 513, 1025)]
 
 

@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 
 from transformer_kernels.training import CharGPT, CharGPTConfig, ImdbConfig
@@ -6,6 +8,29 @@ from transformer_kernels.training.recipes import find_recipe, make_config
 from transformer_kernels.training.recipes.translate import PairTokenizer, TranslateConfig
 from transformer_kernels.training.tokenizers import ByteTokenizer, CharacterTokenizer
 
+CHANGEABLE = {
+    "out",
+    "device",
+    "backend",
+    "threads",
+    "compile",
+    "cuda_graph",
+    "deterministic",
+    "tensorboard",
+    "progress",
+}
+CHANGEABLE |= {"steps", "epochs", "time_limit", "lr", "schedule", "warmup_steps", "weight_decay", "beta2", "clip"}
+CHANGEABLE |= {"log_every", "eval_every", "save_every", "patience"}
+CHANGEABLE_OF = {
+    "char-gpt": {"data_dir", "sample"},
+    "gpt": {"data_dir", "sample", "vocab_dir"},
+    "imdb": {"data", "test_data", "baseline", "vocab_dir"},
+    "mlm": {"data", "vocab_dir"},
+    "translate": {"data", "beam", "mbr", "length_penalty"},
+    "vit": set(),
+    "word2vec": {"data_dir"},
+}
+"""What a resumed run may change: nothing that determines the weights' shapes, the data or its order."""
 LETTERS = CharacterTokenizer(map(chr, range(65)))
 
 
@@ -141,3 +166,9 @@ def test_resuming_may_change_the_length_but_not_what_exactness_needs():
     assert resumed_config(timed, {"steps": 9}).time_limit == 0.0
     with pytest.raises(ValueError, match="--resume: batch_size cannot change: 64 in the checkpoint, 32 requested"):
         resumed_config(saved, {"batch_size": 32})
+
+
+@pytest.mark.parametrize("recipe", CHANGEABLE_OF)
+def test_a_resumed_run_keeps_its_model_and_data(recipe):
+    fields = dataclasses.fields(find_recipe(recipe).Config)
+    assert {field.name for field in fields if not field.metadata["fixed"]} == CHANGEABLE | CHANGEABLE_OF[recipe]

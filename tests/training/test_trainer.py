@@ -453,7 +453,12 @@ def test_tensorboard_gets_the_same_numbers(char_config):
     pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
     config = char_config(tensorboard=True)
     Trainer(CharGPT(config)).fit()
-    assert list(Path(config.out, "tensorboard").glob("events.*"))
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(Path(config.out, "tensorboard"))).Reload()
+    for name in ("loss", "learning_rate", "tokens_per_second"):
+        logged = [(line["step"], pytest.approx(line[name])) for line in log_of(config, "train")]
+        assert [(scalar.step, scalar.value) for scalar in events.Scalars(f"train/{name}")] == logged
 
 
 def test_threads_are_set_when_asked_for(char_config):

@@ -1,7 +1,11 @@
 """Attention maps: those of the model, under the names that people read, as a picture and as a page that is clicked."""
 
+import base64
+import json
+import re
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -121,6 +125,11 @@ def test_the_page_shows_the_map_that_is_clicked(gpt, tmp_path):
     write_page(maps, names, names, page, title="Attention of <gpt>", text="a & b", causal=True)
     written = page.read_text("utf-8")
     assert "://" not in written and "src=" not in written and "href=" not in written
+    data = json.loads(re.search(r"\{\"title\".*\}", written)[0])
+    assert (data["layers"], data["heads"], data["causal"]) == (2, 2, True) and data["queries"] == data["keys"] == names
+    weights = torch.from_numpy(np.frombuffer(base64.b64decode(data["weights"]), "<u2").astype("f4")).view(maps.shape)
+    assert ((weights == 65535) == (maps == 0).all(1, keepdim=True)).all()
+    torch.testing.assert_close(weights.masked_fill(weights == 65535, 0) / 65534, maps, rtol=0, atol=8e-6)
     with opened(page, tmp_path / "profile") as browser:
         assert browser.value("[document.title, element('text').innerText]") == ["Attention of <gpt>", "a & b"]
         for layer, head in ((0, 1), (1, 0), (1, 1), (0, 0)):

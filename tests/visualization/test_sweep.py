@@ -52,3 +52,27 @@ def test_sweeps_that_tell_nothing(tmp_path):
 def test_sizes():
     assert read_size("64x2") == {"width": 64, "layers": 2, "heads": 2}
     assert read_size("48x1") == {"width": 48, "layers": 1, "heads": 1}
+
+
+def test_the_figure_has_the_points_and_the_law(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    from transformer_kernels.visualization import sweep
+
+    drawn = []
+    monkeypatch.setattr(sweep, "write_figure", lambda figure, path: drawn.append((figure, path)))
+    measured = points(0.08, 0.11, noise=0.01)
+    law = fit_power_law(measured)
+    sweep.draw_sweep(measured, law, tmp_path / "sweep.png")
+    ((figure, path),) = drawn
+    assert path == tmp_path / "sweep.png" and figure.get_suptitle() == str(law)
+    panels = ("parameters", "tokens", BUDGETS), ("tokens", "parameters", SIZES)
+    for axes, (across, group, kept) in zip(figure.axes, panels, strict=True):
+        assert (axes.get_xlabel(), axes.get_ylabel()) == (across, "validation loss")
+        assert axes.get_xscale() == axes.get_yscale() == "log"
+        assert [text.get_text() for text in axes.get_legend().get_texts()] == [f"{each:,} {group}" for each in kept]
+        dots, curves = axes.get_lines()[::2], axes.get_lines()[1::2]
+        for value, dot, curve in zip(kept, dots, curves, strict=True):
+            own = sorted((p for p in measured if getattr(p, group) == value), key=lambda p: getattr(p, across))
+            assert list(dot.get_xdata()) == list(curve.get_xdata()) == [getattr(p, across) for p in own]
+            assert list(dot.get_ydata()) == [p.loss for p in own]
+            assert list(curve.get_ydata()) == [law.loss(p.parameters, p.tokens) for p in own]

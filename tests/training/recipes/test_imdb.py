@@ -186,6 +186,10 @@ def test_the_report_is_scikit_learns():
     accuracy, report = classification_report([0, 1, 1, 1], probabilities)
     assert accuracy == 0.75
     assert "precision" in report
+    assert [line.split() for line in report.splitlines()[2:4]] == [
+        ["negative", "0.5000", "1.0000", "0.6667", "1"],
+        ["positive", "1.0000", "0.6667", "0.8000", "3"],
+    ]
     assert "negative          1          0" in report
     assert "positive          1          2" in report
 

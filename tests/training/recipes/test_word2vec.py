@@ -83,6 +83,8 @@ def test_draws_depend_on_the_items_alone_and_differ_between_epochs(config):
     first, again, later = (recipe.batch(each, device) for each in (items, items, items + recipe.train_length))
     assert all(torch.equal(one, other) for one, other in zip(first.inputs, again.inputs, strict=True))
     assert torch.equal(first.inputs[0], later.inputs[0]) and not torch.equal(first.inputs[1], later.inputs[1])
+    other = Word2Vec(config(seed=1)).batch(items, device)
+    assert not torch.equal(first.inputs[1], other.inputs[1])
 
 
 def test_frequent_words_are_subsampled(config):
