@@ -7,6 +7,7 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 import transformer_kernels as tk
+from tests.support.operations import EXAMPLES, function
 from tests.support.parity import require
 
 q = torch.randn(2, 4, 5, 8)
@@ -235,6 +236,32 @@ def test_errors(error, function, arguments, options, text, backend):
 def test_tensors_on_different_devices_are_listed(call):
     with pytest.raises(RuntimeError, match=r"all tensors must be on one device; got .* on cpu.* on meta"):
         call()
+
+
+@pytest.mark.parametrize("kind", ["list", "complex", "sparse", "subclass", "another dtype", "another device"])
+@pytest.mark.parametrize("op", EXAMPLES)
+def test_every_tensor_is_checked(op, kind):
+    """One argument at a time is wrong; the error names the operation, and the argument unless its device is wrong."""
+    tensors = EXAMPLES[op].make(4, 6)
+    for name, tensor in tensors.items():
+        given = tensor.detach()
+        wrong = {
+            "list": lambda x=given: x.tolist(),
+            "complex": lambda x=given: x.to(torch.complex64),
+            "sparse": lambda x=given: x.to_sparse(),
+            "subclass": lambda x=given: TwoTensor(x, x),
+            "another dtype": lambda x=given: x.long() if x.is_floating_point() else x.float(),
+            "another device": lambda x=given: x.to("meta"),
+        }[kind]()
+        if kind == "another device" and len(tensors) == 1:
+            continue
+        expected = RuntimeError if kind == "another device" else TypeError
+        if kind == "another dtype" and (op, name) == ("cross_entropy", "targets"):
+            expected = ValueError  # probabilities of another shape
+        text = "on meta" if kind == "another device" else name
+        named = "attention" if op == "attention_weights" else op
+        with pytest.raises(expected, match=rf"^{named}: .*{text}"):
+            function(op)(**{**tensors, name: wrong})
 
 
 @pytest.mark.parametrize("backend", tk.BACKENDS)

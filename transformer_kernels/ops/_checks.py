@@ -45,8 +45,11 @@ def spelled_unlike_torch(torchs: str, ours: str) -> Callable[[Callable[P, R]], C
     return decorate
 
 
-def _check_plain(op: str, name: str, value: Tensor) -> None:
-    """Reject tensor subclasses without an address for a kernel, such as DTensor."""
+def _check_strided(op: str, name: str, value: Tensor) -> None:
+    """Reject tensors without an address and strides for a kernel: sparse, nested, subclasses such as DTensor."""
+    if value.layout is not torch.strided or value.is_nested:
+        layout = "nested" if value.is_nested else value.layout
+        raise TypeError(f"{op}: {name} must be a dense strided tensor; got layout {layout}")
     if type(value) not in PLAIN and is_traceable_wrapper_subclass(value):
         kind = type(value).__name__
         raise TypeError(f"{op}: {name} must be a plain tensor; got {kind}: give the tensors that it is made of")
@@ -60,10 +63,7 @@ def tensor(op: str, name: str, value: Any) -> None:
         return
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} must be a tensor; got {type(value).__name__}")
-    if value.layout is not torch.strided or value.is_nested:
-        layout = "nested" if value.is_nested else value.layout
-        raise TypeError(f"{op}: {name} must be a dense strided tensor; got layout {layout}")
-    _check_plain(op, name, value)
+    _check_strided(op, name, value)
     if value.dtype not in FLOATING:
         supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATING)
         raise TypeError(f"{op}: {name} must have one of the dtypes {supported}; got {value.dtype}")
@@ -73,9 +73,7 @@ def boolean_mask(op: str, name: str, value: Any) -> None:
     """A strided bool tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} must be a bool tensor; got {type(value).__name__}")
-    if value.layout is not torch.strided or value.is_nested:
-        raise TypeError(f"{op}: {name} must be a dense strided tensor; got layout {value.layout}")
-    _check_plain(op, name, value)
+    _check_strided(op, name, value)
     if value.dtype is not torch.bool:
         raise TypeError(f"{op}: {name} must be bool, True = keep; got {value.dtype}: use {name}.bool()")
 
@@ -104,7 +102,7 @@ def row_ids(op: str, name: str, value: Any, meaning: str = "") -> None:
     """An integer tensor of indices, such as rows of a table."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} must be an int64 or int32 tensor; got {type(value).__name__}")
-    _check_plain(op, name, value)
+    _check_strided(op, name, value)
     if value.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{op}: {name} must be int64 or int32{meaning}; got {value.dtype}")
 
