@@ -368,6 +368,9 @@ def test_cross_entropy(shape, options):
     targets.view(-1)[1:2] = 9
     ours, theirs = nn.CrossEntropyLoss(ignore_index=9, **options), torch.nn.CrossEntropyLoss(ignore_index=9, **options)
     torch.testing.assert_close(ours(logits, targets), theirs(logits, targets), rtol=1e-5, atol=1e-6)
+    shares = torch.randn(shape).softmax(1 if len(shape) > 1 else 0)
+    ours, theirs = nn.CrossEntropyLoss(**options), torch.nn.CrossEntropyLoss(**options)
+    torch.testing.assert_close(ours(logits, shares), theirs(logits, shares), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("bias", [True, False])

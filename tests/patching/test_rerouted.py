@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 
 import pytest
@@ -221,3 +222,26 @@ def test_dropouts_of_an_mlp_stay():
         torch.manual_seed(1)
         results.append(each(x))
     torch.testing.assert_close(*results, **EXACT)
+
+
+def doubled(forward):
+    @functools.wraps(forward)
+    def wrapped(self, x):
+        return 2 * forward(self, x)
+
+    return wrapped
+
+
+class Decorated(FastNorm):
+    @doubled
+    def forward(self, x):
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+def test_a_decorated_forward_is_left():
+    """Its source is that of another function."""
+    module = nn.Sequential(Decorated(16))
+    x = torch.randn(3, 16)
+    expected = module(x)
+    assert not tk.patch(module, "torch").patched
+    assert torch.equal(module(x), expected)
