@@ -292,6 +292,26 @@ def test_autocast_of_mixed_dtypes(dtype):
     assert x.grad.dtype == torch.float32
 
 
+@OPERATIONS
+def test_autocast_of_one_tensor_in_another_dtype(op):
+    """As where a layer before was autocast and another was not; the gradients have the dtypes of the tensors."""
+    function, inputs = call_of(op)
+    names = [name for name, tensor in EXAMPLES[op].make(4, 6).items() if tensor.requires_grad]
+    torch.manual_seed(5)
+    expected = function(*inputs)
+    for low, name in enumerate(names):
+        if name not in ("x", "residual", "q", "k", "v", "qkv", "gate", "up", "logits"):
+            continue  # a parameter
+        given = [x.detach().to(torch.bfloat16 if i == low else x.dtype).requires_grad_() for i, x in enumerate(inputs)]
+        torch.manual_seed(5)
+        with torch.autocast("cpu", torch.bfloat16):
+            result = function(*given)
+        for got, want in zip(*((r if isinstance(r, tuple) else (r,)) for r in (result, expected)), strict=True):
+            torch.testing.assert_close(got.float(), want, rtol=0.05, atol=0.1)
+        grads = torch.autograd.grad(total(result), given)
+        assert [grad.dtype for grad in grads] == [x.dtype for x in given]
+
+
 def test_no_graph_is_kept_without_gradients():
     x = leaf(3, 6)
     with torch.no_grad():
