@@ -89,3 +89,31 @@ def test_why_texts_are_padded(folder):
     report = tk.patch(weights)
     reasons = [row.reason for row in report.left if row.kind == "Transformer"]
     assert reasons == ["the attention of its model is not patched"]
+
+
+def other_method(module):
+    module.modality_config = {"text": {**module.modality_config["text"], "method": "get_text_features"}}
+
+
+def no_positions(module):
+    forward = module.model.forward
+    module.model.forward = lambda input_ids, attention_mask, **kwargs: forward(input_ids, attention_mask, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (
+            lambda module: setattr(module, "transformer_task", "text-generation"),
+            "its task is not the encoding of texts",
+        ),
+        (lambda module: setattr(module, "modality_config", {}), "its task is not the encoding of texts"),
+        (other_method, "it calls other methods than forward"),
+        (no_positions, "its model takes no positions"),
+    ],
+)
+def test_what_is_not_packed(folder, change, reason):
+    ours = encoder(folder)
+    change(ours[0])
+    assert [row.reason for row in tk.patch(ours).left if row.kind == "Transformer"] == [reason]
+    assert not ours[0].can_flatten_inputs
