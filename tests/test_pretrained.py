@@ -431,6 +431,10 @@ def test_broken_gguf_files(tmp_path):
     write_gguf(path, {}, {"x": ((2, 16), 12, b"")})
     with pytest.raises(ValueError, match="x has format 12; supported are F32, F16, Q4_0"):
         GGUF(path).tensor("x")
+    for alignment in (0, "32"):
+        write_gguf(path, {"general.alignment": alignment}, {})
+        with pytest.raises(ValueError, match=f"alignment must be a positive integer; got {alignment!r}"):
+            GGUF(path)
     llama_as_gguf(path, save("llama", tmp_path))
     whole = path.read_bytes()
     sizes = {

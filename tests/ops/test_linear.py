@@ -63,12 +63,19 @@ def test_only_the_wanted_gradients(backend, dtype, device, wanted):
     check_parity("linear", backend, tensors, {"activation": "gelu"})
 
 
-def test_autocast_takes_its_dtype(backend, device):
-    tensors = make(8, 33, 20, torch.float32, device)
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_autocast_takes_its_dtype(backend, stored, device):
+    tensors = {
+        name: x.detach().to(stored).requires_grad_() for name, x in make(8, 33, 20, torch.float32, device).items()
+    }
     with torch.autocast(device.type, dtype=torch.bfloat16):
         y = tk.linear(**tensors, backend=backend)
     y.float().sum().backward()
-    assert y.dtype is torch.bfloat16 and tensors["weight"].grad.dtype is torch.float32
+    assert y.dtype is torch.bfloat16 and all(x.grad.dtype is stored for x in tensors.values())
+    wide = {name: x.detach().float() for name, x in tensors.items()}
+    torch.testing.assert_close(
+        y.float(), torch.nn.functional.linear(**{"input": wide.pop("x"), **wide}), rtol=0.03, atol=0.1
+    )
 
 
 def test_a_nan_stays_in_its_row(backend, device):
