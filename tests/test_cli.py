@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -490,3 +491,25 @@ def test_escape_sequences_of_a_path_are_shown_not_sent(capsys):
     assert cli.main(["generate", "--checkpoint", "runs/\x1b[31mred"]) == 1
     errors = capsys.readouterr().err
     assert "\x1b" not in errors and "\\x1b[31mred" in errors
+
+
+def test_bars_are_proportional():
+    from transformer_kernels.training import demo
+
+    assert [len(demo._bar(value, 8.0)) for value in (8.0, 4.0, 1.0, 0.01)] == [
+        demo.BAR,
+        demo.BAR // 2,
+        demo.BAR // 8,
+        1,
+    ]
+    assert demo._bar(float("nan"), 8.0) == ""
+
+
+def test_a_reader_that_leaves_is_no_error():
+    """As in `transformer-kernels info | head -1`."""
+    environment = {**os.environ, "TRANSFORMER_KERNELS_EMULATE": "0", "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "transformer_kernels", "info"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, cwd=CHECKOUT)
+    process.stdout.close()
+    errors = process.stderr.read()
+    assert process.wait(120) == 1 and b"Traceback" not in errors and b"Exception ignored" not in errors, errors
