@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from itertools import pairwise
 from typing import Any
 
@@ -594,3 +596,21 @@ def test_the_host_calls_few_functions(op):
         function(*ids, *given, *more)
         counts.append(called(lambda given=given: function(*ids, *given, *more)))  # type: ignore[misc]
     assert all(count <= most for count, most in zip(counts, MOST_CALLS[op], strict=True)), counts
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("op", PLANNED)
+def test_a_plan_keeps_no_tensor_of_a_call(op, backend, gradients):
+    """A plan outlives the call, and would keep its memory allocated."""
+    if (reason := dispatch.unavailable(backend, torch.device("cpu"))) is not None:
+        pytest.skip(reason)
+    kept = []
+    for _ in range(3):
+        tensors = example(op)
+        with torch.set_grad_enabled(gradients):
+            results = function(op, backend)(**tensors)
+        kept += [weakref.ref(each) for each in tensors.values()]
+        del tensors, results
+    gc.collect()
+    assert plans(op) and not [each().shape for each in kept if each() is not None]

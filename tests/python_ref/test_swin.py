@@ -137,6 +137,7 @@ def test_sizes_are_those_of_the_paper():
         ({"depths": (2, 0)}, "depths must be at least 1; got 0"),
         ({"depths": ()}, "depths must be at least 1; got 0"),
         ({"norm": "post"}, "norm must be 'pre' and positions 'learned'; got 'post'"),
+        ({"positions": "rotary"}, "norm must be 'pre' and positions 'learned'; got 'pre' and 'rotary'"),
     ],
 )
 def test_configurations_that_make_no_model(changes, message):
