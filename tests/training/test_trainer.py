@@ -198,32 +198,6 @@ def test_an_interrupted_run_resumes_at_its_time(char_config, tmp_path):
     )
 
 
-class Watched(CharGPT):
-    """Notes the batches that it trains on."""
-
-    def scheduled(self, batch, progress):
-        self.seen = [*getattr(self, "seen", ()), super().scheduled(batch, progress)]
-        return self.seen[-1]
-
-
-@pytest.mark.parametrize("length", [{"steps": 10}, {"steps": None, "time_limit": 10, "eval_every": 100}], ids=str)
-def test_the_first_half_of_a_run_has_shorter_windows(char_config, length):
-    recipe = Watched(char_config(first_context=4, **length))
-    trainer = timed(recipe)
-    items = []
-    peek = trainer.sampler.peek
-    trainer.sampler.peek = lambda: items.append(peek()) or items[-1]
-    trainer.fit()
-    assert [batch.targets.shape for batch in recipe.seen] == 5 * [(8, 4)] + 5 * [(4, 8)]
-    for batch, indices in zip(recipe.seen, items[::2], strict=False):
-        whole = recipe.batch(indices, trainer.device)
-        assert torch.equal(batch.inputs[0].flatten(), whole.inputs[0].flatten())
-        assert torch.equal(batch.targets.flatten(), whole.targets.flatten()) and batch.tokens == whole.tokens
-    for wrong in (3, 16, -4):
-        with pytest.raises(ValueError, match=f"first_context must divide context, 8, or be 0; got {wrong}"):
-            char_config(first_context=wrong)
-
-
 def test_without_a_split_there_is_no_validation(char_config):
     config = char_config(split="none")
     result = Trainer(CharGPT(config)).fit()

@@ -268,8 +268,7 @@ class Trainer:
         rate = learning_rate(self.step_number, self.total_steps, self.config, self._time_share)
         indices = self.sampler.peek()
         self._attempt = (self.step_number + 1, rate, indices)
-        progress = max(self._time_share, self.step_number / self.total_steps)
-        batch = self.recipe.scheduled(self._batches.take(indices), progress)
+        batch = self._batches.take(indices)
         set_learning_rate(self.optimizer, rate)
         with matrix_products(self.config.dtype):
             outcome = self._run(batch._replace(tokens=0, positions=None))  # whose counts are no part of the step

@@ -109,10 +109,6 @@ class Recipe(ABC):
     def batch(self, indices: Tensor, device: torch.device) -> Batch:
         """Training items at `indices`; a function of the indices alone."""
 
-    def scheduled(self, batch: Batch, progress: float) -> Batch:
-        """The batch as it is trained on after this share of the run, in [0, 1): of its steps, or of its time."""
-        return batch
-
     @abstractmethod
     def validation_batches(self, device: torch.device, processes: Processes) -> Iterator[Batch]:
         """This process's share of the validation items; empty if there are none."""

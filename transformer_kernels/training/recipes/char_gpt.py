@@ -50,15 +50,7 @@ class CharGPTConfig(TrainingConfig):
         "char_gpt", "model definition that --model changes", choices=("char_gpt", "deepseek"), fixed=True
     )
     context: int = option(64, "context length in characters", fixed=True)
-    first_context: int = option(
-        0, "context length in the first half of the run, a divisor of --context; 0: that of --context", fixed=True
-    )
     sample: bool = option(True, "print a generated sample at the end")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.first_context < 0 or (self.first_context and self.context % self.first_context != 0):
-            raise ValueError(f"first_context must divide context, {self.context}, or be 0; got {self.first_context}")
 
 
 class CharGPT(Recipe):
@@ -103,14 +95,6 @@ class CharGPT(Recipe):
     def batch(self, indices: Tensor, device: torch.device) -> Batch:
         """The windows that start at `indices`: characters (B, L), and the next characters (B, L)."""
         return self._batch(self.training, indices, device)
-
-    def scheduled(self, batch: Batch, progress: float) -> Batch:
-        """In the first half of the run, windows (B, L) in parts (B L / l, l) of `first_context` tokens."""
-        length = self.config.first_context
-        if not length or progress >= 0.5:
-            return batch
-        (inputs,), targets = batch.inputs, batch.targets
-        return batch._replace(inputs=(inputs.reshape(-1, length),), targets=targets.reshape(-1, length))
 
     def validation_batches(self, device: torch.device, processes: Processes) -> Iterator[Batch]:
         """This process's share of non-overlapping windows, evenly spaced over the validation part."""
