@@ -64,6 +64,18 @@ def test_bounds_of_packed_sequences(family):
         torch.testing.assert_close(packed[:, part], alone)
 
 
+def test_packed_keys_may_have_bounds_of_their_own():
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
+    module, of_queries, of_keys = SimpleNamespace(is_causal=False), [0, 2, 5], [0, 6, 9]
+    bounds = {"cu_seq_lens_q": torch.tensor(of_queries).int(), "cu_seq_lens_k": torch.tensor(of_keys).int()}
+    out, _ = huggingface.attention_forward(module, q, k, v, is_causal=False, **bounds)
+    for i in range(2):
+        queries, keys = (slice(each[i], each[i + 1]) for each in (of_queries, of_keys))
+        alone = torch.nn.functional.scaled_dot_product_attention(q[:, :, queries], k[:, :, keys], v[:, :, keys])
+        torch.testing.assert_close(out[:, queries], alone.transpose(1, 2))
+
+
 B, H, HK, LQ, LK, D = 2, 4, 2, 5, 7, 8
 
 
