@@ -347,14 +347,8 @@ def test_demo_trains_beside_the_reference_and_compares(capsys, monkeypatch, tmp_
 
 
 def test_a_speedrun_adds_a_line_to_the_board(folder, capsys, tmp_path):
-    lines = [
-        f"corpus: {folder / 'text.txt'}",
-        "context: 8",
-        "batch_size: 4",
-        "steps: 9",
-        "progress: false",
-        "eval_every: 1",
-    ]
+    lines = [f"corpus: {folder / 'text.txt'}", "context: 8", "batch_size: 4", "steps: 9", "progress: false"]
+    lines.append("eval_every: 1")
     (tmp_path / "recipe.yaml").write_text("\n".join([*lines, "model: {layers: 1, width: 16, heads: 2}"]))
     board = tmp_path / "boards" / "speedrun.md"
     threads = torch.get_num_threads()
@@ -496,16 +490,12 @@ def test_escape_sequences_of_a_path_are_shown_not_sent(capsys):
 def test_bars_are_proportional():
     from transformer_kernels.training import demo
 
-    assert [len(demo._bar(value, 8.0)) for value in (8.0, 4.0, 1.0, 0.01)] == [
-        demo.BAR,
-        demo.BAR // 2,
-        demo.BAR // 8,
-        1,
-    ]
+    lengths = [len(demo._bar(value, 8.0)) for value in (8.0, 4.0, 1.0, 0.01)]
+    assert lengths == [demo.BAR, demo.BAR // 2, demo.BAR // 8, 1]
     assert demo._bar(float("nan"), 8.0) == ""
 
 
-def test_a_reader_that_leaves_is_no_error():
+def test_a_closed_pipe_is_no_error():
     """As in `transformer-kernels info | head -1`."""
     environment = {**os.environ, "TRANSFORMER_KERNELS_EMULATE": "0", "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-m", "transformer_kernels", "info"]

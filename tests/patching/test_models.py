@@ -687,7 +687,7 @@ def test_labels_after_two_positional_arguments():
 
 
 def leaves(model):
-    """The modules without submodules, by the class that contains them and their name in it."""
+    """The leaf modules, by the class of their parent and their name in it."""
     found = {}
     for parent in model.modules():
         for name, part in parent.named_children():
@@ -702,8 +702,8 @@ def halve(self, kind, *args, **kwargs):
 
 
 @pytest.mark.parametrize("family", ONE_OF_EACH)
-def test_a_part_with_code_of_its_own_keeps_it(family):
-    """One subclass at a time takes the place of a part; the code of the modules around it must still be theirs."""
+def test_a_submodule_with_its_own_forward_is_called(family):
+    """Each leaf module in turn becomes a subclass with another forward, which the patched parent must not bypass."""
     plain, batch = models.make(family).eval(), models.inputs(family)
     for where in leaves(plain):
         halved = copy.deepcopy(plain)

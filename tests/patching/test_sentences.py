@@ -91,33 +91,40 @@ def test_why_texts_are_padded(folder):
     assert reasons == ["the attention of its model is not patched"]
 
 
-def other_method(module):
-    module.modality_config = {"text": {**module.modality_config["text"], "method": "get_text_features"}}
+def another_task(module, monkeypatch):
+    monkeypatch.setattr(module, "transformer_task", "text-generation")
 
 
-def no_positions(module):
+def no_texts(module, monkeypatch):
+    monkeypatch.setattr(module, "modality_config", {})
+
+
+def another_method(module, monkeypatch):
+    monkeypatch.setattr(module, "modality_config", {"text": module.modality_config["text"] | {"method": "encode"}})
+
+
+def no_position_ids(module, monkeypatch):
     forward = module.model.forward
-    module.model.forward = lambda input_ids, attention_mask, **kwargs: forward(input_ids, attention_mask, **kwargs)
+    changed = lambda input_ids, attention_mask, **kwargs: forward(input_ids, attention_mask, **kwargs)  # noqa: E731
+    monkeypatch.setattr(module.model, "forward", changed)
+
+
+def another_release(module, monkeypatch):
+    monkeypatch.delattr(type(module), "_infer_flatten_position_offset")
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (
-            lambda module: setattr(module, "transformer_task", "text-generation"),
-            "its task is not the encoding of texts",
-        ),
-        (lambda module: setattr(module, "modality_config", {}), "its task is not the encoding of texts"),
-        (other_method, "it calls other methods than forward"),
-        (no_positions, "its model takes no positions"),
-        (None, "this release of sentence-transformers does not pack texts"),
+        (another_task, "its task is not the encoding of texts"),
+        (no_texts, "its task is not the encoding of texts"),
+        (another_method, "it calls other methods than forward"),
+        (no_position_ids, "its model takes no positions"),
+        (another_release, "this release of sentence-transformers does not pack texts"),
     ],
 )
 def test_what_is_not_packed(folder, change, reason, monkeypatch):
     ours = encoder(folder)
-    if change is None:
-        monkeypatch.delattr(type(ours[0]), "_infer_flatten_position_offset")
-    else:
-        change(ours[0])
+    change(ours[0], monkeypatch)
     assert [row.reason for row in tk.patch(ours).left if row.kind == "Transformer"] == [reason]
     assert not ours[0].can_flatten_inputs
