@@ -127,6 +127,26 @@ def made_of(source, scope=None):
 
 
 LLAMA = "transformers.models.llama.modeling_llama"
+
+
+def layer_of_a_function(func):
+    """As the package `kernels` wraps a function that it may replace."""
+
+    class Func(torch.nn.Module):
+        def forward(self, *args, **kwargs):
+            return func(*args, **kwargs)
+
+    return Func()
+
+
+def test_function_behind_a_layer_is_recognised_unless_its_forward_was_replaced():
+    function = importlib.import_module(LLAMA).rotate_half
+    layer, replaced = layer_of_a_function(function), layer_of_a_function(function)
+    replaced.forward = lambda x: x
+    assert _forms.fingerprint(layer) == _forms.fingerprint(function) is not None
+    assert _forms.fingerprint(replaced) is None
+
+
 ALTERED = {  # a change of the source, and the classes whose forms it changes
     "norm": ("* torch.rsqrt(", "/ torch.sqrt(", "LlamaRMSNorm"),
     "order": ("self.weight * hidden_states.to(input_dtype)", "(self.weight * hidden_states).to(input_dtype)", None),

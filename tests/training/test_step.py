@@ -60,6 +60,15 @@ def test_dropout_is_off_in_evaluation_and_after_it_as_before(mode):
     assert model.training is model[0].training is mode
 
 
+def test_the_model_is_evaluated_in_the_dtype():
+    found = []
+    model = nn.Linear(3, 4)
+    model.register_forward_hook(lambda module, inputs, output: found.append(output.dtype))
+    for dtype in ("bfloat16", "float32"):
+        evaluation_totals(model, list(batches())[:1], dtype)
+    assert found == [torch.bfloat16, torch.float32]
+
+
 def test_ignored_targets_count_neither_in_the_loss_nor_in_the_accuracy():
     model, (batch, *_) = nn.Linear(3, 4), batches()
     targets = torch.where(torch.tensor([True, False, True, False, False]), batch.targets, IGNORED)
