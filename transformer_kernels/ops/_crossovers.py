@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
@@ -38,9 +40,32 @@ def described(name: str, x: Tensor) -> str | None:
     return f"patch and accelerate leave calls {sizes[0]}, with gradients {sizes[1]}, to PyTorch ({level()})"
 
 
-def is_small(name: str, x: Tensor, elements: int, backend: str | None) -> bool:
-    """Whether an operation of so many elements is inference on a CPU in which PyTorch's operators are faster."""
-    if torch.is_grad_enabled() or not is_automatic(x, backend):
+def prefers_torch(
+    name: str, elements: int, itemsize: int, *, recorded: bool, random: bool = False, column: str | None = None
+) -> bool:
+    """Whether PyTorch computes an operation on a CPU in less time than this package: the decision of "auto".
+
+    A function of its arguments and of the instruction set in use.
+
+    Args:
+        name: an operation of the table of crossovers; no other one is PyTorch's.
+        elements: as counted in the table.
+        itemsize: bytes of an element, in the dtype in which it is computed.
+        recorded: whether autograd records the call.
+        random: whether it draws random numbers. Then `recorded` is ignored: activation checkpointing runs a call
+            without gradients, and again with them, and both must draw the same numbers.
+        column: of the table; that of the instruction set in use unless given.
+    """
+    forward, training = TABLE[column or level()].get((name, itemsize), (0, 0))
+    return elements < (training if recorded or random else forward)
+
+
+def is_small(name: str, x: Tensor, elements: int, backend: str | None, random: bool = False) -> bool:
+    """Whether an operation of so many elements is inference on a CPU in which PyTorch's operators are faster.
+
+    Not so where it draws random numbers, which recomputation with gradients must draw again.
+    """
+    if random or torch.is_grad_enabled() or not is_automatic(x, backend):
         return False
     return elements < crossover(name, x.dtype.itemsize)[0]
 
@@ -64,7 +89,7 @@ def small_attention(
     sees_all = queries == 1 or not causal
     if not sees_all and (queries != keys or bias is not None):
         return None
-    if not is_small("attention", q, q.shape[:3].numel() * keys, backend):
+    if not is_small("attention", q, math.prod(q.shape[:3]) * keys, backend):
         return None
     grouped = q.shape[1] != k.shape[1]
     return scaled_dot_product_attention(q, k, v, bias, is_causal=not sees_all, scale=scale, enable_gqa=grouped)

@@ -141,7 +141,7 @@ class Acceleration:
         caller = frame.f_globals.get("__name__", "")
         if caller == FUNCTIONAL:  # called by a function of torch.nn.functional that is written in Python
             caller = frame.f_back.f_globals.get("__name__", "")
-        if caller.startswith(PACKAGE):  # an operation calls PyTorch's function
+        if caller.startswith(PACKAGE) and caller != __name__:  # an operation calls PyTorch's function
             return original(*args, **kwargs)
         backend = self.backend or get_backend()
         if backend == "auto" and args and type(args[0]) in PLAIN and args[0].numel() < FEWEST[operation]:

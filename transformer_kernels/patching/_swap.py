@@ -140,10 +140,10 @@ def with_global(function: Any, name: str, value: Any) -> Any:
 
 
 def _left_if_small(ours: Any, original: Any, fewest: int | str) -> Any:
-    """The patched forward, or the original one for inference below `fewest` elements."""
+    """The patched forward, or the original one for inference below `fewest` elements that drops none of them."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() and not self.training:
+        if not torch.is_grad_enabled() and not (self.training or any(map(_trains, self._modules.values()))):
             x = args[0] if args else next(iter(kwargs.values()), None)
             if isinstance(x, torch.Tensor) and is_automatic(x, self.backend):
                 limit = fewest if isinstance(fewest, int) else crossover(fewest, x.dtype.itemsize)[0]
@@ -153,6 +153,10 @@ def _left_if_small(ours: Any, original: Any, fewest: int | str) -> Any:
 
     forward.__doc__, forward.__signature__ = original.__doc__, inspect.signature(original)  # type: ignore[attr-defined]
     return forward
+
+
+def _trains(module: nn.Module | None) -> bool:
+    return module is not None and module.training
 
 
 def swap(module: Any, mixin: type, backend: str | None) -> None:

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from transformer_kernels import ops
 from transformer_kernels.backends.dispatch import unavailable
-from transformer_kernels.ops._crossovers import TABLE, crossover
+from transformer_kernels.ops._crossovers import TABLE, prefers_torch
 from transformer_kernels.ops.embedding._padding import without_gradient
 from transformer_kernels.patching._products import linear_is_ours
 
@@ -70,7 +70,9 @@ def is_autocast(x: Tensor) -> bool:
     return kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
 
 
-def refusal(name: str, backend: str, elements: int, dtype: torch.dtype, *tensors: Tensor | None) -> str | None:
+def refusal(
+    name: str, backend: str, elements: int, dtype: torch.dtype, *tensors: Tensor | None, random: bool = False
+) -> str | None:
     """Why a call of plain tensors that has an exact counterpart is not rerouted; a named backend always computes it.
 
     Args:
@@ -78,6 +80,7 @@ def refusal(name: str, backend: str, elements: int, dtype: torch.dtype, *tensors
         elements: what decides there.
         dtype: in which it is computed.
         tensors: those that the call reads, the first of them never None.
+        random: whether it draws random numbers.
     """
     if backend != "auto":
         return None
@@ -89,11 +92,9 @@ def refusal(name: str, backend: str, elements: int, dtype: torch.dtype, *tensors
     if device.type == "cuda":
         missing = all(unavailable(each, device) is not None for each in ("triton", "cuda"))
         return "no backend for CUDA tensors is available" if missing else None
-    forward, training = crossover(name, dtype.itemsize)
-    if elements < forward or elements < training:
-        recorded = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors)
-        if elements < (training if recorded else forward):
-            return SMALL
+    recorded = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors)
+    if prefers_torch(name, elements, dtype.itemsize, recorded=recorded, random=random):
+        return SMALL
     return "the CPU kernels are not available" if unavailable("cpu", device) is not None else None
 
 
@@ -274,8 +275,9 @@ def attention(
     if attn_mask is not None and attn_mask.dtype not in (torch.bool, query.dtype) and not is_autocast(query):
         return "the dtypes differ"
     queries, keys = query.shape[2], key.shape[2]
-    scores, dtype = query.shape[:3].numel() * keys, computed_dtype(query)
-    if (reason := refusal("attention", backend, scores, dtype, query, key, value, attn_mask)) is not None:
+    scores, dtype = math.prod(query.shape[:3]) * keys, computed_dtype(query)
+    read = query, key, value, attn_mask
+    if (reason := refusal("attention", backend, scores, dtype, *read, random=dropout_p > 0.0)) is not None:
         return reason
     options: dict[str, Any] = {"causal": is_causal}
     if is_causal and queries < keys:  # torch's causality is aligned top-left: keys beyond the queries are masked
