@@ -1,0 +1,145 @@
+"""What a dense mask says, read from its values: one interval of keys for each query, among keys that padding leaves.
+
+Causality, windows, documents, prefixes, chunks, padding on either side and their conjunctions are such intervals, and
+kernels skip the keys outside them. csrc/cpu/rows/mask.cpp reads each byte of the mask once; the result is remembered
+for as long as the mask's memory lives and nothing writes to it. What is not recognised stays a dense mask.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from transformer_kernels.ops._dropout import compiled
+from transformer_kernels.ops._operation import is_traced
+
+Shape = tuple[int, int, int, int]
+"""(B, H, Lq, Lk)."""
+
+
+class Structure(NamedTuple):
+    """Which keys each query sees: those that every field leaves.
+
+    causal: query i sees the keys j <= i + Lk - Lq.
+    key_padding_mask: bool (B, Lk), True = visible; None: all.
+    key_ranges: int32 (1 or B, 1 or H, 1 or Lq, 2), the first key and the one behind the last; None: all.
+    hidden: what the mask adds to a hidden score: -inf, or a negative number, which hides as -inf does only where scores
+        are so small that the weight of a hidden key is exactly 0 (see `hides`).
+    """
+
+    causal: bool
+    key_padding_mask: Tensor | None
+    key_ranges: Tensor | None
+    hidden: float
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether every query sees every key."""
+        return not self.causal and self.key_padding_mask is None and self.key_ranges is None
+
+
+MAX_MASKS = 256
+"""Structures that are remembered; above this all are dropped."""
+
+LOG_OF_SMALLEST = -104.0
+"""exp of less is 0 in float32."""
+
+FORMATS = {torch.float16: ("<H", "<e"), torch.float32: ("<I", "<f"), torch.float64: ("<Q", "<d")}
+"""How the bits of a number of each dtype are packed."""
+
+_remembered: dict[Any, tuple[StorageWeakRef, int, Structure | None]] = {}
+
+
+def structure_of(mask: Tensor, shape: Shape) -> Structure | None:
+    """The structure of a mask that broadcasts to the scores; None where it has none, or is not to be read.
+
+    Args:
+        mask: bool, True = visible, or floating and added to the scores; 1 to 4 axes, which broadcast to `shape`.
+        shape: (B, H, Lq, Lk) of the scores.
+
+    A mask with a gradient, on another device than the CPU, or being traced is not read. The structure is remembered by
+    the memory of the mask, its layout and its version, except where memory is shared with numpy or another process,
+    whose writes no version counter sees. As in autograd, writes through `mask.data` go unseen.
+    """
+    if not mask.is_cpu or mask.requires_grad or mask.dim() > 4 or is_traced(mask):
+        return None
+    storage = mask.untyped_storage()
+    key = storage._cdata, mask.data_ptr(), mask.shape, mask.stride(), mask.dtype, shape
+    found = _remembered.get(key)
+    version = None if mask.is_inference() else mask._version
+    if found is not None and found[1] == version and storage.resizable():  # numpy() makes it not resizable
+        return found[2]
+    structure = _read(mask[(None,) * (4 - mask.dim())], shape)
+    if version is not None and storage.resizable() and not storage.is_shared():
+        _remember(key, (StorageWeakRef(storage), version, structure))
+    return structure
+
+
+def _remember(key: Any, found: tuple[StorageWeakRef, int, Structure | None]) -> None:
+    """Keep a structure, and those of masks that still exist: a reference keeps the address of one from being reused."""
+    for other in [other for other, (storage, _, _) in _remembered.items() if storage.expired()]:
+        _remembered.pop(other, None)
+    if len(_remembered) >= MAX_MASKS:
+        _remembered.clear()
+    _remembered[key] = found
+
+
+def hides(structure: Structure, q: Tensor, k: Tensor, scale: float, softcap: float = 0.0) -> bool:
+    """Whether the weights of hidden keys are exactly 0 for these queries and keys, as they are with -inf."""
+    if structure.hidden == -math.inf:
+        return True
+    largest = abs(scale) * q.shape[-1] * float(q.detach().abs().amax()) * float(k.detach().abs().amax())
+    if softcap > 0.0:
+        largest = min(largest, softcap)
+    return 2.0 * largest + structure.hidden < LOG_OF_SMALLEST  # False for NaN
+
+
+def _read(mask: Tensor, shape: Shape) -> Structure | None:
+    """The structure of a mask of four axes."""
+    module, keys = compiled(), shape[3]
+    if module is None or mask.shape[3] != keys or not mask.numel() or (keys > 1 and mask.stride(3) == 0):
+        return None
+    if mask.dtype is not torch.bool and mask.dtype not in FORMATS and mask.dtype is not torch.bfloat16:
+        return None
+    mask = mask[tuple(slice(0, 1 if stride == 0 else None) for stride in mask.stride()[:3])]
+    mask = mask if mask.stride(3) == 1 or keys == 1 else mask.contiguous()
+    batch, heads, queries, _ = mask.shape
+    ranges = torch.empty((batch, heads, queries, 2), dtype=torch.int32)
+    columns = torch.empty((batch, keys), dtype=torch.bool)
+    work = torch.empty(2 * batch * heads * queries, dtype=torch.int64)
+    found = torch.empty(6, dtype=torch.int64)
+    strides = (stride if size > 1 else 0 for size, stride in zip(mask.shape[:3], mask.stride()[:3], strict=True))
+    addresses = ranges.data_ptr(), columns.data_ptr(), work.data_ptr(), found.data_ptr()
+    module.mask_ranges(mask.element_size(), mask.data_ptr(), *mask.shape, *strides, *addresses)
+    understood, whole, causal, has_columns, has_empty_rows, bits = found.tolist()
+    hidden = _number(bits, mask.dtype)
+    if not understood or not hidden < 0.0 or (has_empty_rows and hidden != -math.inf):
+        return None
+    causal = bool(causal and not whole and queries == shape[2])
+    padding = columns.expand(shape[0], keys).contiguous() if has_columns else None
+    return Structure(causal, padding, None if whole or causal else _repeated_once(ranges), hidden)
+
+
+def _repeated_once(ranges: Tensor) -> Tensor:
+    """The ranges without the batches and heads in which they repeat."""
+    for axis in (0, 1):
+        first = ranges.narrow(axis, 0, 1)
+        if ranges.shape[axis] > 1 and bool((ranges == first).all()):
+            ranges = first.contiguous()
+    return ranges
+
+
+def _number(bits: int, dtype: torch.dtype) -> float:
+    """The number of a mask's dtype with these bits; -inf for bool, and where nothing is hidden."""
+    if dtype is torch.bool or not bits:
+        return -math.inf
+    if dtype is torch.bfloat16:
+        bits, dtype = bits << 16, torch.float32
+    packed, unpacked = FORMATS[dtype]
+    number: float = struct.unpack(unpacked, struct.pack(packed, bits % (1 << 64)))[0]
+    return number
