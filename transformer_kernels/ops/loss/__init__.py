@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -265,7 +266,7 @@ def _fake(call: CrossEntropyCall) -> CrossEntropyResult:
     logits = call.logits
     dtype = torch.promote_types(logits.dtype, torch.float32)
     loss = logits.new_empty(logits.shape[:-1] if call.reduction == "none" else (), dtype=dtype)
-    statistics = logits.new_empty((2, logits.shape[:-1].numel()), dtype=dtype)
+    statistics = logits.new_empty((2, math.prod(logits.shape[:-1])), dtype=dtype)
     return CrossEntropyResult(loss, statistics, logits.new_empty((), dtype=dtype))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -256,7 +257,7 @@ def _second_order(
 
 def _fake(call: NormCall) -> NormResult:
     x = call.x
-    rstd = x.new_empty((x.shape[:-1].numel(),), dtype=torch.promote_types(x.dtype, torch.float32))
+    rstd = x.new_empty((math.prod(x.shape[:-1]),), dtype=torch.promote_types(x.dtype, torch.float32))
     summed = None if call.residual is None else torch.empty_like(x)
     return NormResult(torch.empty_like(x), summed, torch.empty_like(rstd) if call.centred else None, rstd)
 
