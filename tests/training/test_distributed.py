@@ -8,6 +8,9 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+import torch
+
+from transformer_kernels.backends import cpu
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 
@@ -22,10 +25,11 @@ corpus, folder = sys.argv[1:]
 module.warm_up_steps = lambda processes: 2
 
 
-def train(name, processes, graphs=None, start=None):
+def train(name, processes, graphs=None, start=None, **more):
     config = CharGPTConfig(
         corpus=corpus, out=f"{folder}/{name}", model={"layers": 1, "width": 16, "heads": 2}, context=8, batch_size=4,
         device="cpu", steps=6, log_every=2, eval_every=3, save_every=3, progress=False,
+        **{"cuda_graph": "off", **more},
     )
     recipe = CharGPT(config)
     trainer = Trainer(recipe, processes, graphs=graphs)
@@ -45,7 +49,7 @@ def train(name, processes, graphs=None, start=None):
     dropout = torch.get_rng_state().sum().item()
     result = trainer.fit()
     end = [parameter.detach().flatten().tolist() for parameter in trainer.model.parameters()]
-    replays = graphs.replays if graphs else 0
+    replays = graphs.replays if graphs else trainer.graph_state
     return dict(replays=replays, start=begun, dropout=dropout, end=end, seen=seen, validation=result.validation)
 
 
@@ -54,6 +58,7 @@ with joined_processes() as processes:
         first=train("first", processes),
         resumed=train("second", processes, start=f"{folder}/first/middle"),
         graphed=train("graphed", processes, graphs=RecordedGraphs()),
+        recorded=train("recorded", processes, cuda_graph="on"),
     )
     with open(f"{folder}/{processes.rank}.json", "w") as file:
         json.dump(reports, file)
@@ -119,3 +124,10 @@ def test_captured_steps_share_gradients_and_change_no_bit(runs):
     reports, _ = runs
     assert [report["replays"] for report in reports["graphed"]] == [4, 4]
     assert [report["end"] for report in reports["graphed"]] == [report["end"] for report in reports["first"]]
+
+
+@pytest.mark.skipif(cpu.unavailable(torch.device("cpu")) is not None, reason="the CPU kernels are not built")
+def test_recorded_steps_repeat_the_exchange_of_gradients_and_change_no_bit(runs):
+    reports, _ = runs
+    assert [report["replays"] for report in reports["recorded"]] == ["on", "on"]
+    assert [report["end"] for report in reports["recorded"]] == [report["end"] for report in reports["first"]]

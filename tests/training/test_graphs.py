@@ -323,7 +323,6 @@ def test_a_whole_run_reports_losses_of_replays(char_config, kind):
         ({"backend": "reference"}, "cpu", Processes(), "the backend is reference"),
         ({"backend": "torch"}, "cpu", Processes(), "only steps of the backend cpu are recorded; the backend is torch"),
         ({"compile": True}, "cpu", Processes(), "--compile"),
-        ({}, "cpu", Processes(count=2), "several processes on a CPU"),
         ({"dtype": "float16"}, "cuda", Processes(), "GradScaler"),
         ({}, "cuda", Processes(count=2), "TORCH_NCCL_ASYNC_ERROR_HANDLING=0"),
         ({"compile": True}, "cuda", Processes(count=2), "several processes with --compile"),

@@ -86,9 +86,15 @@ def dispatched_to_cpu(backend: str | None, device: torch.device) -> bool:
     return (backend or get_backend()) in ("auto", "cpu") and cpu.unavailable(device) is None
 
 
-def graphs_on(device: torch.device, *, distributed: bool = False) -> Graphs:
-    """The implementation of `Graphs` for a device."""
-    return HostGraphs() if device.type == "cpu" else CudaGraphs(device, distributed=distributed)
+def graphs_on(device: torch.device, *, distributed: bool = False, agreed: Callable[[bool], bool] = bool) -> Graphs:
+    """The implementation of `Graphs` for a device.
+
+    Args:
+        device: of the work.
+        distributed: whether NCCL is used.
+        agreed: on a CPU, whether a capture succeeded in every process that takes part in the work, given this one.
+    """
+    return HostGraphs(agreed) if device.type == "cpu" else CudaGraphs(device, distributed=distributed)
 
 
 @dataclass
@@ -415,8 +421,12 @@ def graphed(
     modules and optimizers; what functions of installed packages read; files, time and environment; values read by
     address (pickle, ctypes); and on a GPU an attribute whose tensor the function itself replaces.
 
-    Calls from several threads are serialised. During a capture, other threads must not draw from the same random
-    number generator.
+    Calls from several threads are serialised. During a capture of a function that draws random numbers, other threads
+    must not draw from the same generator.
+
+    On a CPU, collectives (`torch.distributed`) and operators of other libraries are recorded as calls, since their
+    schemas do not declare all effects. Memory that the function uses must stay: a function that frees or resizes
+    storages (FSDP2) is rejected. With several processes all of them must capture the same call.
 
     Args:
         function: takes tensors of one device, and hashable constants, each of which has separate graphs, in any

@@ -22,6 +22,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from transformer_kernels.backends import cpu
 from transformer_kernels.backends.dispatch import OPERATIONS
+from transformer_kernels.graphs._effects import (
+    ANNOTATIONS,
+    COLLECTIVES,
+    Held,
+    Repeated,
+    extent,
+    host_result,
+    is_declared,
+    moved,
+    only_views,
+    plain,
+)
 from transformer_kernels.graphs._fusion import fused
 
 ALLOCATIONS = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")}
@@ -52,9 +64,11 @@ class HostGraphs:
     results, weights and random numbers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, agreed: Callable[[bool], bool] = bool) -> None:
+        """`agreed`: whether the capture succeeded in every process that takes part in the work, given this one."""
         self._memory = Memory()
         self._recording: Recording | None = None
+        self._agreed = agreed
 
     def side_stream(self) -> AbstractContextManager:
         return nullcontext()
@@ -90,14 +104,21 @@ class HostGraphs:
     def _capture(self, work: Work) -> Work:
         recording = self._recording = Recording(self._memory)
         kernels = nullcontext() if cpu.unavailable(torch.device("cpu")) else cpu.recorded(recording.calls)
+        validated = False
         try:
             with kernels, recording, _Exits(recording):
                 result = work()
             self._recording = None
+            recording.complete(result)
             recording.fuse()
             recording.validate(result)
+            validated = True
+            if not self._agreed(True):
+                raise RuntimeError("another process cannot capture it")
         except RuntimeError:
             recording.undo()
+            if not validated:
+                self._agreed(False)
             raise
         finally:
             self._recording = None
@@ -107,6 +128,7 @@ class HostGraphs:
         def replay() -> Any:
             nonlocal computed
             if not computed:
+                recording.held.check_before_replay()
                 with _drawing if recording.draws else nullcontext():
                     recording.repeat()
             computed = False
@@ -145,6 +167,14 @@ class Memory:
         storages.append(free)  # most recently used last: it is most likely in a cache
         return tensor
 
+    def check(self) -> None:
+        """Raise RuntimeError if a storage has been freed, resized or moved, after forgetting it."""
+        for size, storages in self._by_size.items():
+            intact = [each for each in storages if each.nbytes() == size and each.data_ptr() in self._addresses]
+            if len(intact) < len(storages):
+                storages[:] = intact
+                raise RuntimeError(moved("a kernel"))
+
     def poison(self) -> None:
         """Fill free storages with one bits, which are NaN in every float format."""
         for storages in self._by_size.values():
@@ -166,6 +196,7 @@ class Recording(TorchDispatchMode):
         fixed: addresses of storages computed from constants only, such as positions: each replay computes the same, so
             they may be read on the host. A storage whose address is requested may be written, so it is removed.
         draws: whether random numbers are drawn.
+        held: the memory of the calls.
     """
 
     def __init__(self, memory: Memory) -> None:
@@ -175,11 +206,28 @@ class Recording(TorchDispatchMode):
         self.before: dict[int, tuple[Tensor, Tensor]] = {}
         self.fixed: set[int] = set()
         self.draws = False
+        self.held = Held()
+        self._pending: dict[Repeated, list[Tensor]] = {}  # calls that may not have completed, and what they use
+        self._operation_name = ""  # of the operator whose call is being recorded
         self._began: list[tuple[int, int]] = []  # index of the next call, storage of a new tensor
         self._random: dict[torch.Generator, Tensor] = {torch.default_generator: torch.default_generator.get_state()}
         self._memory = memory
         memory.recordings.add(self)
         self._kept: list[Any] = []  # memory outside of the recording whose addresses kernels use
+
+    def complete(self, result: Any) -> None:
+        """Wait for collectives at the end of the work.
+
+        Raises:
+            RuntimeError: memory that the recording uses has been freed or resized, or a result is no plain tensor.
+        """
+        self._finish()
+        self.held.check()
+        self._memory.check()
+        self.held.keep(lambda tensor: tensor not in self._memory)
+        for each in tensors(result):
+            if hasattr(each, "__tensor_flatten__"):
+                raise RuntimeError(f"it returns a {type(each).__name__}; return its local tensor")
 
     def fuse(self) -> None:
         """Fuse calls; results are unchanged."""
@@ -195,9 +243,11 @@ class Recording(TorchDispatchMode):
     def undo(self) -> None:
         """Restore written memory and random number generators."""
         for tensor, value in self.before.values():
-            tensor.copy_(value)
-        for generator, state in self._random.items():
-            generator.set_state(state)
+            if tensor.untyped_storage().nbytes() >= value.untyped_storage().nbytes():  # not freed since
+                tensor.copy_(value)
+        if self.draws:
+            for generator, state in self._random.items():
+                generator.set_state(state)
 
     def validate(self, result: Any) -> None:
         """Replay the work once from the initial state, on poisoned memory.
@@ -207,8 +257,7 @@ class Recording(TorchDispatchMode):
         """
         outcomes = [*tensors(result), *(tensor for tensor, _ in self.before.values())]
         expected = [each.clone() for each in outcomes]
-        drawn = [generator.get_state() for generator in self._random]
-        self.draws = not all(map(torch.equal, drawn, self._random.values()))
+        drawn = [generator.get_state() for generator in self._random] if self.draws else []
         self.undo()
         self._memory.poison()
         for each in tensors(result):
@@ -218,8 +267,12 @@ class Recording(TorchDispatchMode):
             self.repeat()
         except Exception as error:
             raise RuntimeError(f"its recording cannot be replayed: {error}") from error
-        same = all(map(_agree, outcomes, expected))
-        if not same or not all(map(torch.equal, drawn, [each.get_state() for each in self._random])):
+        if not all(map(torch.equal, drawn, [each.get_state() for each in self._random])):
+            raise RuntimeError(
+                "its replay draws other random numbers: during a capture that draws some, no other thread may draw from"
+                " the same generator, and the function must not seed it"
+            )
+        if not all(map(_agree, outcomes, expected)):
             raise RuntimeError(
                 "its replay computes other values: part of it is neither an operator of PyTorch nor a kernel of the"
                 " backend cpu"
@@ -228,14 +281,22 @@ class Recording(TorchDispatchMode):
     def on_host(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         """Call a function that may read values, and record it as one call."""
         with torch.utils._python_dispatch._disable_current_modes():
-            function(*arguments)
+            self._finish()
+            self._drawn(lambda: function(*arguments))
             self.calls.append((function, self._aliases(arguments)))
         self.fixed.difference_update(map(_address, tensors(arguments)))
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(hasattr(each, "__tensor_flatten__") for each in types):
+            return NotImplemented  # the subclass calls operators on the tensors that it consists of
+        self._operation_name = function._schema.name
+        if self._pending:
+            self._finish(set(map(_address, tensors((args, kwargs)))))
         if function.namespace == "transformer_kernels":
             return self._operation(function._schema.name.partition("::")[2], args)
+        if not is_declared(function):
+            return self._undeclared(function, args, kwargs)
         name = function._schema.name
         is_fixed = self.fixed.issuperset(map(_address, tensors((args, kwargs))))
         if _depends_on_values(function, args) and not is_fixed:
@@ -245,16 +306,23 @@ class Recording(TorchDispatchMode):
         if result is not NotImplemented:
             return result
         self._remember(function, args, kwargs)
-        result = function(*args, **kwargs)
+        changes_layout = torch.Tag.inplace_view in function.tags
+        resized = args[0].untyped_storage() if changes_layout else None
+        before = extent(resized) if resized else (0, 0)
+        call = partial(function, *args, **kwargs)
+        result = self._drawn(call) if torch.Tag.nondeterministic_seeded in function.tags else call()
+        if resized and before[1] and extent(resized) != before:
+            raise RuntimeError(f"{name} resizes memory; recordings need memory that stays")
         if name in ALLOCATIONS:
             self.fixed.discard(_address(self._placed(result)))
             return result
         written = tensors(result)
-        shared = set(map(_address, tensors((args, kwargs)))).issuperset(map(_address, written))
-        if written and not function.is_view and not shared:
-            self._note(function, args, kwargs, written)  # batch_norm writes to its arguments too
-        elif function._schema.is_mutable:
-            self.calls.append((partial(function, **self._aliases(kwargs)), self._aliases(args)))
+        shared = _memory_of((args, kwargs)).issuperset(map(_identity, written))
+        if not (changes_layout or only_views(function)):
+            if written and not shared:
+                self._note(function, args, kwargs, written)  # batch_norm writes to its arguments too
+            else:
+                self.calls.append((partial(function, **self._aliases(kwargs)), self._aliases(args)))
         made = map(_address, written)
         if is_fixed and torch.Tag.nondeterministic_seeded not in function.tags:
             self.fixed.update(made)
@@ -262,15 +330,58 @@ class Recording(TorchDispatchMode):
             self.fixed.difference_update(made)
         return result
 
-    def _remember(self, function: Any, args: Any, kwargs: Any) -> None:
-        """Save what an operator will change: memory outside of the recording, random number generators."""
+    def _undeclared(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator that may write to any of its arguments, and record its call."""
+        if function.namespace in ANNOTATIONS or only_views(function):
+            return function(*args, **kwargs)
+        if kind := host_result(function):
+            raise RuntimeError(f"{self._operation_name} reads values on the host: it returns {kind}")
+        self._remember(function, args, kwargs, every=True)
+        given = tensors((args, kwargs))
+        result = self._drawn(partial(function, *args, **kwargs))
+        found, memory = plain(result), _memory_of(given)
+        is_collective = function.namespace in COLLECTIVES
+        new: list[Tensor | None] = [None if _identity(each) in memory else each for each in found]
+        if not is_collective:
+            new = [each if each is None else self._placed(each) for each in new]
+        self.fixed.difference_update(map(_address, found))
+        call = Repeated(function, self._aliases(args), self._aliases(kwargs), result, self._aliases(new))
+        self.calls.append((call.start, ()))
+        self._pending[call] = [*given, *found]
+        if not (is_collective and given):
+            self._finish()
+        return result
+
+    def _finish(self, used: set[int] | None = None) -> None:
+        """Record where pending calls, or those that use one of these storages, must have completed."""
+        for call, own in list(self._pending.items()):
+            if used is None or not used.isdisjoint(map(_address, own)):
+                call.finish(waited=True)
+                self.calls.append((call.finish, ()))
+                del self._pending[call]
+
+    def _drawn(self, function: Callable[[], Any]) -> Any:
+        """The function's result; notes whether it draws random numbers."""
+        if self.draws:
+            return function()
+        before = [each.get_state() for each in self._random]
+        result = function()
+        self.draws = not all(map(torch.equal, before, [each.get_state() for each in self._random]))
+        return result
+
+    def _remember(self, function: Any, args: Any, kwargs: Any, *, every: bool = False) -> None:
+        """Save what an operator may change: memory outside of the recording, random number generators.
+
+        Args:
+            every: it may write to all arguments, not only to those that its schema declares.
+        """
         for generator in pytree.tree_leaves((args, kwargs)):
             if isinstance(generator, torch.Generator) and generator not in self._random:
                 self._random[generator] = generator.get_state()
-        if not function._schema.is_mutable:
+        if not (function._schema.is_mutable or every):
             return
         for index, argument in enumerate(function._schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
+            if not every and (argument.alias_info is None or not argument.alias_info.is_write):
                 continue
             for each in tensors(args[index] if index < len(args) else kwargs.get(argument.name)):
                 storage = each.untyped_storage()
@@ -295,8 +406,10 @@ class Recording(TorchDispatchMode):
 
     def _note(self, function: Any, args: Any, kwargs: Any, written: list[Tensor]) -> None:
         """Record a call that recomputes the results in place."""
+        memory = _memory_of((args, kwargs))
         for each in written:
-            self._placed(each)
+            if _identity(each) not in memory:
+                self._placed(each)
         name, results = function._schema.name, self._aliases(written)
         if name in ZEROS or name in ONES:
             self.calls.append((results[0].fill_, (int(name in ONES),)))
@@ -336,7 +449,9 @@ class Recording(TorchDispatchMode):
 
     def _alias(self, tensor: Tensor) -> Tensor:
         self.references[_address(tensor)] += 1
-        return tensor.detach()
+        alias = tensor.detach()
+        self.held.add(alias, self._operation_name)
+        return alias
 
 
 class _Exits(TorchFunctionMode):
@@ -390,6 +505,15 @@ def _depends_on_values(function: Any, args: Any) -> bool:
 def tensors(values: Any) -> list[Tensor]:
     """The tensors in a nesting of lists, tuples and dicts."""
     return [each for each in pytree.tree_leaves(values) if isinstance(each, Tensor)]
+
+
+def _identity(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _memory_of(values: Any) -> set[int]:
+    """The storages of tensors, by identity: those without elements have the address 0."""
+    return set(map(_identity, tensors(values)))
 
 
 def _address(tensor: Tensor) -> int:

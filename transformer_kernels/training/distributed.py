@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import signal
@@ -17,6 +18,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+_agreements = itertools.count()
+
+
+def _store() -> dist.Store:
+    """Key-value store of the process group."""
+    return dist.PrefixStore("transformer_kernels", dist.distributed_c10d._get_default_store())
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,14 @@ class Processes:
         values: list[Any] = [None] * self.count
         dist.all_gather_object(values, value)
         return values
+
+    def agree(self, holds: bool) -> bool:
+        """Whether something holds in every process; may be called by a process whose collectives were cut short."""
+        if self.count == 1:
+            return holds
+        store, call = _store(), next(_agreements)
+        store.set(f"{call}/{self.rank}", str(holds))
+        return all(store.get(f"{call}/{rank}") == b"True" for rank in range(self.count))
 
     def wait(self) -> None:
         """Block until all processes have arrived."""

@@ -27,7 +27,7 @@ def reason_against(config: TrainingConfig, device: torch.device, processes: Proc
     if config.dtype == "float16":
         return "float16 requires GradScaler, which cannot be captured; use --dtype bfloat16"
     if device.type == "cpu":
-        return _reason_against_recording(config, device, processes)
+        return _reason_against_recording(config, device)
     if processes.count > 1 and config.compile:
         return "several processes with --compile"
     if processes.count > 1 and os.environ.get(NCCL_SWITCH) != "0":
@@ -35,14 +35,12 @@ def reason_against(config: TrainingConfig, device: torch.device, processes: Proc
     return None
 
 
-def _reason_against_recording(config: TrainingConfig, device: torch.device, processes: Processes) -> str | None:
+def _reason_against_recording(config: TrainingConfig, device: torch.device) -> str | None:
     """On a CPU a step is recorded as a list of this package's kernel calls and PyTorch operator calls."""
     if not dispatched_to_cpu(config.backend, device):
         return f"on a CPU only steps of the backend cpu are recorded; the backend is {config.backend}"
     if config.compile:
         return "--compile generates calls on a CPU that cannot be recorded"
-    if processes.count > 1:
-        return "several processes on a CPU"
     if getattr(config, "sparse_embedding", False):
         return "--sparse-embedding reads the rows of a batch on the host"
     return None
@@ -58,7 +56,7 @@ def choose_graphs(config: TrainingConfig, device: torch.device, processes: Proce
         return None, "off: requested"
     reason = reason_against(config, device, processes)
     if reason is None:
-        return graphs_on(device, distributed=processes.count > 1), "on"
+        return graphs_on(device, distributed=processes.count > 1, agreed=processes.agree), "on"
     if config.cuda_graph == "on":
         raise ValueError(f"--cuda-graph on: {reason}")
     return None, f"off: {reason}"

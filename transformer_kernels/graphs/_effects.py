@@ -1,0 +1,159 @@
+"""Operators whose schema does not declare what they do: collectives, and operators of other libraries.
+
+A recording repeats such an operator as a call, whatever it returned when it was captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import compress
+from operator import ne
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+DECLARED = {"aten", "prims"}
+"""Namespaces whose schemas declare every write. PyTorch tests that those of `aten` do."""
+
+COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem"}
+"""Namespaces of operators that may return before their results are complete."""
+
+ANNOTATIONS = {"profiler"}
+"""Namespaces of operators that a replay need not repeat."""
+
+ALIASES = {
+    "aten::_unsafe_view",
+    "aten::_reshape_alias",
+    "aten::lift",
+    "_c10d_functional::_wrap_tensor_autograd",
+    "_c10d_functional::wait_tensor",  # a recording waits before the first call that uses the tensor
+    "c10d_functional::wait_tensor",
+}
+"""Operators that only return the memory of an argument, which their schema does not declare."""
+
+
+def is_declared(function: Any) -> bool:
+    """Whether an operator has no effects besides those in its schema."""
+    return function.namespace in DECLARED
+
+
+def only_views(function: Any) -> bool:
+    """Whether an operator computes nothing."""
+    return (function.is_view and not function._schema.is_mutable) or function._schema.name in ALIASES
+
+
+def host_result(function: Any) -> str:
+    """The type of a result that is neither a tensor nor the handle of a collective; empty if there is none."""
+    kinds = [str(each.type) for each in function._schema.returns]
+    return next((kind for kind in kinds if "Tensor" not in kind and not kind.endswith(".c10d.Work")), "")
+
+
+def plain(values: Any) -> list[Tensor]:
+    """The tensors in a nesting of lists, tuples and dicts; for a tensor subclass the tensors that it consists of."""
+    found = []
+    for each in pytree.tree_leaves(values):
+        if isinstance(each, Tensor) and hasattr(each, "__tensor_flatten__"):
+            found += plain([getattr(each, name) for name in each.__tensor_flatten__()[0]])
+        elif isinstance(each, Tensor):
+            found.append(each)
+    return found
+
+
+class Repeated:
+    """A call of an operator, which a replay repeats in two parts, so that a collective overlaps what is between them.
+
+    Args:
+        function: the operator.
+        inputs, options: its arguments.
+        result: of its first call, which has not necessarily completed.
+        kept: tensors on the memory of `result`, or None for what has the memory of an argument.
+    """
+
+    def __init__(self, function: Any, inputs: Any, options: Any, result: Any, kept: list[Tensor | None]) -> None:
+        self._function, self._inputs, self._options, self._kept = function, inputs, options, kept
+        self._result = result
+
+    def start(self) -> None:
+        """Call the operator."""
+        self._result = self._function(*self._inputs, **self._options)
+
+    def finish(self, *, waited: bool = False) -> None:
+        """Wait until the call has completed, and copy its results to where later calls read them.
+
+        Args:
+            waited: whether the caller has waited; gloo's handle of a message never returns a second time.
+        """
+        result, self._result = self._result, None
+        found = plain(result)
+        for each in [] if waited else pytree.tree_leaves(result):
+            if isinstance(each, torch.ScriptObject) and hasattr(each, "wait"):
+                each.wait()
+        for old, new in zip(self._kept, found, strict=True):
+            if self._function.namespace in COLLECTIVES:
+                torch.ops._c10d_functional.wait_tensor(new)
+            if old is None:
+                continue
+            if old.shape != new.shape:
+                was, now = tuple(old.shape), tuple(new.shape)
+                raise RuntimeError(f"{self._function._schema.name} returned shape {was} at the capture and now {now}")
+            if old.data_ptr() != new.data_ptr():
+                old.copy_(new)
+
+
+class Held:
+    """The memory that a recording reads and writes; it must not be freed, resized or moved while that exists."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[int, tuple[Tensor, tuple[int, int], str]] = {}  # of each storage: with extent and operation
+        self._outside: list[torch.UntypedStorage] = []
+        self._addresses: list[int] = []
+        self._sizes: list[int] = []
+        self._operations: list[str] = []
+
+    def add(self, tensor: Tensor, operation: str) -> None:
+        """Add the storage of a tensor.
+
+        Raises:
+            RuntimeError: it has other memory than before, or none.
+        """
+        storage = tensor.untyped_storage()
+        now = extent(storage)
+        _, before, first = self._tensors.setdefault(storage._cdata, (tensor, now, operation))
+        if before != now or (tensor.numel() and not now[1]):
+            raise RuntimeError(moved(first))
+
+    def check(self) -> None:
+        """Raise RuntimeError if a storage has been freed, resized or moved during the capture."""
+        for tensor, before, operation in self._tensors.values():
+            if extent(tensor.untyped_storage()) != before:
+                raise RuntimeError(moved(operation))
+
+    def keep(self, is_outside: Callable[[Tensor], bool]) -> None:
+        """Forget storages, except those outside of the memory of recordings, which each replay checks."""
+        outside = [each for each in self._tensors.values() if is_outside(each[0])]
+        self._tensors.clear()
+        self._outside = [tensor.untyped_storage() for tensor, *_ in outside]
+        self._addresses, self._sizes = [each[1][0] for each in outside], [each[1][1] for each in outside]
+        self._operations = [operation for *_, operation in outside]
+
+    def check_before_replay(self) -> None:
+        """Raise RuntimeError if memory outside of the recordings has been freed, resized or moved since the capture."""
+        addresses = [*map(torch.UntypedStorage.data_ptr, self._outside)]
+        sizes = [*map(torch.UntypedStorage.nbytes, self._outside)]
+        if addresses != self._addresses or sizes != self._sizes:
+            changed = map(ne, zip(addresses, sizes, strict=True), zip(self._addresses, self._sizes, strict=True))
+            raise RuntimeError(f"graphed: {moved(next(compress(self._operations, changed)))}")
+
+
+def extent(storage: torch.UntypedStorage) -> tuple[int, int]:
+    """Address and size."""
+    return storage.data_ptr(), storage.nbytes()
+
+
+def moved(operation: str) -> str:
+    return (
+        f"the memory that {operation} uses was freed or resized afterwards (UntypedStorage.resize_, as by FSDP2's"
+        " resharding); recordings need memory that stays"
+    )
