@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 from transformer_kernels._bind import bind
+from transformer_kernels.pretrained.folder import FLOATS, Stored, read_object, read_weights
 from transformer_kernels.pretrained.tokenizers import download_remedy, load_tokenizer
 from transformer_kernels.pretrained.tutorials import load_tutorial
 
@@ -26,10 +29,9 @@ if TYPE_CHECKING:
 
 __all__ = ["export_pretrained", "load_pretrained", "load_tokenizer", "load_tutorial"]
 
-UNUSABLE = (TypeError, AttributeError, ArithmeticError, RecursionError, MemoryError)
+UNUSABLE = (TypeError, AttributeError, ArithmeticError, RecursionError, MemoryError, RuntimeError)
 """Exceptions raised for invalid numbers or nesting in a file."""
 PICKLED = (".pt", ".pth", ".bin")
-PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "model.pth")
 
 
 def load_pretrained(path: str | os.PathLike[str], backend: str | None = None) -> PretrainedGPT | Encoder | ViT:
@@ -37,8 +39,8 @@ def load_pretrained(path: str | os.PathLike[str], backend: str | None = None) ->
 
     Args:
         path: a folder with config.json and safetensors of GPT-2, DistilGPT-2, BERT (MiniLM), RoBERTa, DistilBERT, Llama
-            or ViT with its classifier in the format of transformers, or a GGUF file of a Llama with tensors in F32,
-            F16, Q8_0, Q4_0 or Q4_1.
+            or ViT with its classifier in the format of transformers, or a GGUF file of a Llama with tensors in any
+            format of the package `gguf` (extra `gguf`).
         backend: as in `build`.
 
     Returns:
@@ -49,8 +51,10 @@ def load_pretrained(path: str | os.PathLike[str], backend: str | None = None) ->
 
     Raises:
         FileNotFoundError: the folder or one of its files is missing.
-        ValueError: an unknown architecture or option, truncated files, tensors that are missing, unknown, of another
-            shape, of integers or not finite (all are listed), or pickled weights, which are never loaded.
+        ImportError: the package `gguf` is missing.
+        ValueError: an architecture or option that is not supported (named), damaged files, tensors that are missing,
+            unknown, of another shape, of integers or not finite (all are listed), a tied tensor that is stored with
+            other values, or pickled weights, which are never loaded.
 
     Examples:
         >>> folder = tempfile.mkdtemp()
@@ -67,10 +71,10 @@ def load_pretrained(path: str | os.PathLike[str], backend: str | None = None) ->
     if path.suffix in PICKLED:
         raise ValueError(f"{path}: a state dict saved by torch.save; use load_tutorial for a handwritten model")
     operations = bind(backend)
+    config, weights, architecture = _read_folder(path) if path.is_dir() else _read_gguf(path)
+    if config.layers > len(weights):
+        raise ValueError(f"{path}: {config.layers} layers are configured; there are {len(weights)} tensors")
     try:
-        config, weights, architecture = _read_gguf(path) if path.is_file() else _read_folder(path)
-        if config.layers > len(weights):
-            raise ValueError(f"{path}: {config.layers} layers are configured; there are {len(weights)} tensors")
         with torch.device("meta"):
             model = architecture.make(config, operations)
     except UNUSABLE as error:
@@ -139,154 +143,101 @@ def _architecture(name: str, where: Path) -> Architecture:
     return ARCHITECTURES[name]
 
 
-def _read_folder(folder: Path) -> tuple[Any, dict[str, Tensor], Architecture]:
-    theirs = _read_config(folder)
-    architecture = _architecture(str(theirs.get("model_type")), folder / "config.json")
-    weights = _read_safetensors(folder)
-    try:
-        config = architecture.configure(theirs, {*weights, *(architecture.prefix + name for name in weights)})
-    except KeyError as error:
-        raise ValueError(f"{folder / 'config.json'}: {error} is missing") from None
-    return config, weights, architecture
+def _read_gguf(path: Path) -> tuple[Any, dict[str, Stored], Architecture]:
+    from transformer_kernels.pretrained.gguf import read_llama
+
+    theirs, weights = read_llama(path)
+    architecture = _architecture("llama", path)
+    return _configured(path, architecture, theirs, set(weights)), weights, architecture
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def _read_folder(folder: Path) -> tuple[Any, dict[str, Stored], Architecture]:
     path = folder / "config.json"
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file; a Hugging Face folder contains one")
+    theirs = read_object(path)
+    architecture = _architecture(str(theirs.get("model_type")), path)
+    weights = read_weights(folder)
+    names = {*weights, *(architecture.prefix + name for name in weights)}
+    return _configured(path, architecture, theirs, names), weights, architecture
+
+
+def _configured(path: Path, architecture: Architecture, theirs: dict[str, Any], names: set[str]) -> Any:
+    """The configuration in our words; the errors of `architecture.configure` with the file."""
     try:
-        theirs = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not JSON: {error}") from None
-    if not isinstance(theirs, dict):
-        raise ValueError(f"{path}: must contain an object; got {type(theirs).__name__}")
-    return theirs
-
-
-def _read_safetensors(folder: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    index = folder / "model.safetensors.index.json"
-    names: list[str] = []
-    if index.exists():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, *UNUSABLE) as error:
-            raise ValueError(f"{index}: no weight_map from tensors to files: {error!r}") from error
-    files = [folder / name for name in names or ["model.safetensors"]]
-    weights: dict[str, Tensor] = {}
-    for file in files:
-        if not file.exists():
-            pickle = next((name for name in PICKLES if (folder / name).exists()), None)
-            remedy = f"; {pickle} is a pickle, which is never loaded: save the model as safetensors" if pickle else ""
-            raise (ValueError if pickle else FileNotFoundError)(f"{file}: no such file{remedy}")
-        try:
-            weights.update(load_file(file))
-        except SafetensorError as error:
-            raise ValueError(f"{file}: truncated or not safetensors: {error}") from None
-    return weights
+        return architecture.configure(theirs, names)
+    except KeyError as error:
+        raise ValueError(f"{path}: {error} is missing") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    except UNUSABLE as error:
+        raise ValueError(f"{path}: it contains values that no model has: {error}") from error
 
 
 def _ours(
-    path: Path, architecture: Architecture, config: Any, weights: dict[str, Tensor], expected: dict[str, Tensor]
+    path: Path, architecture: Architecture, config: Any, weights: dict[str, Stored], expected: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Our state dict from their tensors; all mismatched names are reported together."""
-    unused, state, wrong = set(weights), {}, []
-    for entry in architecture.entries(config):
-        parts = []
-        for name in entry.theirs:
-            found = name if name in weights else name.removeprefix(architecture.prefix)
-            unused.discard(found)
-            if found not in weights:
-                wrong.append(f"{name} is missing")
-            elif not weights[found].is_floating_point():
-                wrong.append(f"{name} is {weights[found].dtype}, which is not dequantised")
-            else:
-                part = weights[found][entry.skipped :]
-                parts.append(part.t() if entry.transposed else part)
-        if len(parts) == len(entry.theirs):
-            whole = (torch.cat(parts) if len(parts) > 1 else parts[0]).to(torch.float32).contiguous()
-            if not torch.isfinite(whole).all():
-                wrong.append(f"{' + '.join(entry.theirs)} has values that are not finite")
-            if entry.shape == tuple(whole.shape):
-                whole = whole.view(expected[entry.ours].shape)
-            state[entry.ours] = whole
-            if whole.shape != expected[entry.ours].shape:
-                shapes = f"{tuple(whole.shape)}; expected {tuple(expected[entry.ours].shape)}"
-                wrong.append(f"{' + '.join(entry.theirs)} has shape {shapes}")
-    tied = ("lm_head.weight",) if getattr(config, "tied", False) else ()
-    unknown = [name for name in sorted(unused) if not any(part in name for part in (*architecture.ignored, *tied))]
-    wrong += [f"{name} is unknown" for name in unknown]
+    """Our state dict from their tensors; all mismatched names and shapes are reported before a tensor is read."""
+    from transformer_kernels.pretrained.architectures import NEXT_SENTENCE
+
+    entries = list(architecture.entries(config))
+    sources = {entry.ours: [_found(name, architecture, weights) for name in entry.theirs] for entry in entries}
+    used = set().union(*sources.values())
+    wrong = [text for entry in entries for text in _mismatched(entry, sources[entry.ours], weights, expected)]
+    copies = architecture.copies(config)
+    ignored = {name for name in weights if any(re.fullmatch(pattern, name) for pattern in architecture.ignored)}
+    wrong += [f"{name} is unknown" for name in sorted(weights.keys() - used - ignored - copies.keys())]
+    if not wrong:
+        wrong = [text for name, other in copies.items() for text in _differs(name, other, architecture, weights)]
+    state = {}
+    for entry in entries if not wrong else ():
+        whole = _joined(entry, [weights[name].read() for name in sources[entry.ours]]).to(torch.float32).contiguous()
+        if not torch.isfinite(whole).all():
+            wrong.append(f"{' + '.join(entry.theirs)} has values that are not finite")
+        state[entry.ours] = whole.view(expected[entry.ours].shape)
     if wrong:
         raise ValueError(f"{path}: the weights are not those of a {architecture.name}: {'; '.join(wrong)}")
+    if unused := sorted(name for name in ignored if re.fullmatch(NEXT_SENTENCE, name)):
+        warnings.warn(f"{path}: not used: {', '.join(unused)}", stacklevel=3)
     return state
 
 
-# GGUF
-
-GGUF_NAMES = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-GGUF_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+def _found(name: str, architecture: Architecture, weights: dict[str, Stored]) -> str:
+    """The name as it is stored: a model without a head has no prefix."""
+    return name if name in weights else name.removeprefix(architecture.prefix)
 
 
-def _read_gguf(path: Path) -> tuple[Any, dict[str, Tensor], Architecture]:
-    """A Llama's configuration and tensors, under the names of transformers."""
-    from transformer_kernels.pretrained.gguf import GGUF
-
-    file = GGUF(path)
-    if (name := file.metadata.get("general.architecture")) != "llama":
-        raise ValueError(f"{path}: the architecture of a GGUF file must be 'llama'; got {name!r}")
-    theirs = _gguf_config(path, file.metadata)
-    heads = {"attn_q": theirs["num_attention_heads"], "attn_k": theirs["num_key_value_heads"]}
-    weights = {}
-    for stored in file.index:
-        _, layer, part, kind = stored.split(".") if stored.startswith("blk.") else ("", "", "", "")
-        tensor = file.tensor(stored)
-        if part in heads:
-            tensor = _halves_together(tensor, heads[part])
-        known = GGUF_LAYER_NAMES.get(part)
-        named = f"model.layers.{layer}.{known}.{kind}" if known else GGUF_NAMES.get(stored, stored)
-        weights[named] = tensor
-    architecture = _architecture("llama", path)
-    return architecture.configure(theirs, set(weights)), weights, architecture
+def _joined(entry: Entry, parts: list[Tensor]) -> Tensor:
+    parts = [part[entry.skipped :].t() if entry.transposed else part[entry.skipped :] for part in parts]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-def _gguf_config(path: Path, metadata: dict[str, Any]) -> dict[str, Any]:
+def _mismatched(entry: Entry, names: list[str], weights: dict[str, Stored], expected: dict[str, Tensor]) -> list[str]:
+    """What is wrong with the tensors of an entry, from the headers of their files."""
+    missing = [f"{full} is missing" for full, name in zip(entry.theirs, names, strict=True) if name not in weights]
+    if missing:
+        return missing
+    parts = [weights[name] for name in names]
+    wrong = [
+        f"{name} is {part.dtype}, which is not dequantised"
+        for name, part in zip(entry.theirs, parts, strict=True)
+        if part.dtype not in FLOATS
+    ]
+    shapes = ", ".join(str(part.shape) for part in parts)
+    wanted = entry.shape or tuple(expected[entry.ours].shape)
     try:
-        given = {name: metadata[f"llama.{name}"] for name in ("block_count", "context_length", "embedding_length")}
-        heads, vocabulary = metadata["llama.attention.head_count"], len(metadata["tokenizer.ggml.tokens"])
-        return {
-            "vocab_size": vocabulary,
-            "max_position_embeddings": given["context_length"],
-            "hidden_size": given["embedding_length"],
-            "num_hidden_layers": given["block_count"],
-            "num_attention_heads": heads,
-            "num_key_value_heads": metadata.get("llama.attention.head_count_kv", heads),
-            "intermediate_size": metadata["llama.feed_forward_length"],
-            "rms_norm_eps": metadata["llama.attention.layer_norm_rms_epsilon"],
-            "rope_theta": metadata.get("llama.rope.freq_base", 10_000.0),
-            "tie_word_embeddings": False,
-        }
-    except KeyError as error:
-        raise ValueError(f"{path}: {error} is missing in the metadata") from None
+        shape = tuple(_joined(entry, [torch.empty(part.shape, device="meta") for part in parts]).shape)
+    except (RuntimeError, IndexError):
+        shape = None
+    if shape != wanted:
+        wanted = wanted[::-1] if entry.transposed else wanted
+        wrong.append(f"{' + '.join(entry.theirs)} has shape {shapes}; expected {wanted}")
+    return wrong
 
 
-def _halves_together(weight: Tensor, heads: int) -> Tensor:
-    """Convert rows of queries or keys from interleaved rotation pairs (GGUF) to rotated halves."""
-    if heads < 1 or weight.shape[0] % (2 * heads):
-        raise ValueError(f"{heads} heads cannot share {weight.shape[0]} rows of queries or keys in pairs")
-    return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+def _differs(name: str, other: str, architecture: Architecture, weights: dict[str, Stored]) -> list[str]:
+    """What is wrong with `name`, stored again as `other` or not at all."""
+    if name not in weights:
+        return []
+    same = torch.equal(weights[name].read().float(), weights[_found(other, architecture, weights)].read().float())
+    return [] if same else [f"{name} has other values than {other}, with which it is tied"]

@@ -6,6 +6,7 @@ A `Layout` specifies for each of our parameters the source tensors, which are co
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from python_ref.encoder import Encoder, EncoderConfig
 from python_ref.vit import ViT, ViTConfig
 from transformer_kernels.pretrained.language_model import PretrainedGPT
 
+LIMIT = 2**31  # of the numbers in a configuration
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
 
 
@@ -38,7 +40,8 @@ class Architecture:
     Attributes:
         name: `model_type` in config.json.
         prefix: prefix of the names in a model with a head.
-        ignored: prefixes and suffixes of names without counterpart: buffers, tied copies.
+        ignored: patterns of names without counterpart: buffers, heads for pretraining.
+        copies: our config -> names that may be stored a second time, each with the tensor that it must equal.
         configure: their config and tensor names -> our config.
         describe: our config -> their config; ValueError if they have no such model.
         entries: our config -> the parameters.
@@ -47,6 +50,7 @@ class Architecture:
     name: str
     prefix: str
     ignored: tuple[str, ...]
+    copies: Callable[[Any], dict[str, str]]
     configure: Callable[[dict[str, Any], set[str]], Any]
     describe: Callable[[Any], dict[str, Any]]
     entries: Callable[[Any], Iterator[Entry]]
@@ -58,14 +62,14 @@ class Architecture:
 
 def require(theirs: dict[str, Any], **expected: Any) -> None:
     """Reject a config that requires features that our definitions do not have."""
-    for name, value in expected.items():
+    for name, value in {**expected, "quantization_config": None}.items():
         if theirs.get(name, value) not in (value, None):
-            raise ValueError(f"config.json: {name} must be {value!r}; got {theirs[name]!r}")
+            raise ValueError(f"{name} must be {value!r}; got {theirs[name]!r}")
 
 
 def activation_of(theirs: dict[str, Any], name: str) -> str:
     if (given := theirs.get(name, "gelu")) not in ACTIVATIONS:
-        raise ValueError(f"config.json: {name} must be one of {', '.join(ACTIVATIONS)}; got {given!r}")
+        raise ValueError(f"{name} must be one of {', '.join(ACTIVATIONS)}; got {given!r}")
     return ACTIVATIONS[given]
 
 
@@ -84,7 +88,30 @@ Fields = dict[str, str | tuple[str, Any]]
 
 
 def read_fields(theirs: dict[str, Any], fields: Fields) -> dict[str, Any]:
-    return {ours: theirs[name] if isinstance(name, str) else theirs.get(*name) for ours, name in fields.items()}
+    return {
+        ours: read_field(theirs, ours, name) if isinstance(name, str) else read_field(theirs, ours, *name)
+        for ours, name in fields.items()
+    }
+
+
+def read_field(theirs: dict[str, Any], ours: str, name: str, *default: Any) -> Any:
+    """Their value for one of our fields: a number, but for `attention_bias`; without default it must be given."""
+    value = theirs.get(name, *default) if default else theirs[name]
+    if value is None and default:
+        return None
+    if ours == "attention_bias":
+        return read_flag(theirs, name, *default)
+    kinds = (int, float) if ours.endswith(("_eps", "dropout")) else (int,)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not 0 <= value < LIMIT:
+        wanted = "a number" if float in kinds else "an integer"
+        raise ValueError(f"{name} must be {wanted} in [0, {LIMIT}); got {reprlib.repr(value)}")
+    return value
+
+
+def read_flag(theirs: dict[str, Any], name: str, default: bool) -> bool:
+    if not isinstance(value := theirs.get(name, default), bool):
+        raise ValueError(f"{name} must be true or false; got {reprlib.repr(value)}")
+    return value
 
 
 def written_fields(ours: Any, fields: Fields) -> dict[str, Any]:
@@ -133,7 +160,7 @@ def gpt2_config(theirs: dict[str, Any], names: set[str]) -> GPTConfig:
     return GPTConfig(
         **read_fields(theirs, GPT2),
         activation=activation_of(theirs | {"hidden_act": theirs.get("activation_function", "gelu_new")}, "hidden_act"),
-        tied=theirs.get("tie_word_embeddings", True) or "lm_head.weight" not in names,
+        tied=read_flag(theirs, "tie_word_embeddings", True),
         init_scale_residual=True,
     )
 
@@ -242,7 +269,8 @@ ROBERTA_NAMES = {
 
 def roberta_config(theirs: dict[str, Any], names: set[str]) -> EncoderConfig:
     require(theirs, pad_token_id=PADDING - 1)
-    return bert_config({**theirs, "max_position_embeddings": theirs["max_position_embeddings"] - PADDING}, names)
+    rows = read_field(theirs, "context", "max_position_embeddings")
+    return bert_config({**theirs, "max_position_embeddings": max(rows - PADDING, 0)}, names)
 
 
 def roberta_entries(config: EncoderConfig) -> Iterator[Entry]:
@@ -320,24 +348,31 @@ LLAMA: Fields = {
 }
 
 
+ROTARY_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
 def llama_config(theirs: dict[str, Any], names: set[str]) -> GPTConfig:
-    require(theirs, hidden_act="silu", mlp_bias=False, head_dim=theirs["hidden_size"] // theirs["num_attention_heads"])
+    sizes = read_fields(theirs, LLAMA)
+    require(theirs, hidden_act="silu", mlp_bias=False, head_dim=sizes["width"] // sizes["heads"])
+    require(theirs, partial_rotary_factor=1.0, sliding_window=None)
     rotary = theirs.get("rope_parameters") or {"rope_theta": theirs.get("rope_theta", 10_000.0)}
-    rotary |= theirs.get("rope_scaling") or {}
+    rotary = {**rotary, **(theirs.get("rope_scaling") or {})}
     kind = rotary.get("rope_type", rotary.get("type", "default"))
     if kind not in ("default", "llama3"):
-        raise ValueError(f"config.json: rope_type must be 'default' or 'llama3'; got {kind!r}")
-    scaling = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        raise ValueError(f"rope_type must be 'default' or 'llama3'; got {reprlib.repr(kind)}")
+    require(rotary, partial_rotary_factor=1.0)
+    if unknown := rotary.keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor", *ROTARY_SCALING}:
+        raise ValueError(f"rope_parameters: {', '.join(sorted(unknown))} is not supported")
     return GPTConfig(
-        **read_fields(theirs, LLAMA),
+        **sizes,
         activation="swiglu",
         norm="rms",
         positions="rotary",
         rotary_base=rotary["rope_theta"],
-        rotary_scaling=tuple(rotary[name] for name in scaling) if kind == "llama3" else None,
+        rotary_scaling=tuple(rotary[name] for name in ROTARY_SCALING) if kind == "llama3" else None,
         dropout=0.0,
         ffn_bias=False,
-        tied=theirs.get("tie_word_embeddings", False) or "lm_head.weight" not in names,
+        tied=read_flag(theirs, "tie_word_embeddings", False),
     )
 
 
@@ -389,9 +424,12 @@ VIT: Fields = {
 
 def vit_config(theirs: dict[str, Any], names: set[str]) -> ViTConfig:
     require(theirs, qkv_bias=True)
+    labels = theirs.get("id2label", {0: "LABEL_0", 1: "LABEL_1"})
+    if not isinstance(labels, dict):
+        raise ValueError(f"id2label must be an object; got {reprlib.repr(labels)}")
     return ViTConfig(
         **read_fields(theirs, VIT),
-        classes=len(theirs.get("id2label", ("LABEL_0", "LABEL_1"))),
+        classes=len(labels),
         activation=activation_of(theirs, "hidden_act"),
     )
 
@@ -442,34 +480,46 @@ def refuse_others(ours: Any, wanted: dict[str, Any]) -> None:
             )
 
 
+POSITION_IDS = r"(.*\.)?embeddings\.position_ids"
+NEXT_SENTENCE = r"cls\.seq_relationship\.(weight|bias)"
+CAUSAL_MASKS = r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)"
+FREQUENCIES = r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
+
+
+def tied_head(embedding: str) -> Callable[[GPTConfig], dict[str, str]]:
+    return lambda config: {"lm_head.weight": embedding} if config.tied else {}
+
+
+def masked_lm_head(decoder: str, embedding: str, bias: str = "") -> Callable[[EncoderConfig], dict[str, str]]:
+    copies = {f"{decoder}.weight": embedding} | ({f"{decoder}.bias": bias} if bias else {})
+    return lambda config: copies if config.masked_lm else {}
+
+
+BERT_HEAD = masked_lm_head("cls.predictions.decoder", "bert.embeddings.word_embeddings.weight", "cls.predictions.bias")
+ROBERTA_HEAD = masked_lm_head("lm_head.decoder", "roberta.embeddings.word_embeddings.weight", "lm_head.bias")
+DISTILBERT_HEAD = masked_lm_head("vocab_projector", "distilbert.embeddings.word_embeddings.weight")
+GPT2_HEAD, LLAMA_HEAD = tied_head("transformer.wte.weight"), tied_head("model.embed_tokens.weight")
+
 ARCHITECTURES = {
-    "gpt2": Architecture(
-        "gpt2", "transformer.", (".attn.bias", ".attn.masked_bias"), gpt2_config, describe_gpt2, gpt2_entries
-    ),
-    "bert": Architecture(
-        "bert",
-        "bert.",
-        ("embeddings.position_ids", "cls.predictions.decoder.", "cls.seq_relationship."),
-        bert_config,
-        describe_bert,
-        bert_entries,
-    ),
-    "roberta": Architecture(
-        "roberta",
-        "roberta.",
-        ("embeddings.position_ids", "lm_head.decoder."),
-        roberta_config,
-        describe_bert,
-        roberta_entries,
-    ),
-    "vit": Architecture("vit", "vit.", (), vit_config, describe_vit, vit_entries),
-    "distilbert": Architecture(
-        "distilbert",
-        "distilbert.",
-        ("vocab_projector.weight",),
-        distilbert_config,
-        describe_distilbert,
-        distilbert_entries,
-    ),
-    "llama": Architecture("llama", "model.", ("rotary_emb.inv_freq",), llama_config, describe_llama, llama_entries),
+    each.name: each
+    for each in (
+        Architecture("gpt2", "transformer.", (CAUSAL_MASKS,), GPT2_HEAD, gpt2_config, describe_gpt2, gpt2_entries),
+        Architecture(
+            "bert", "bert.", (POSITION_IDS, NEXT_SENTENCE), BERT_HEAD, bert_config, describe_bert, bert_entries
+        ),
+        Architecture(
+            "roberta", "roberta.", (POSITION_IDS,), ROBERTA_HEAD, roberta_config, describe_bert, roberta_entries
+        ),
+        Architecture("vit", "vit.", (), lambda config: {}, vit_config, describe_vit, vit_entries),
+        Architecture(
+            "distilbert",
+            "distilbert.",
+            (POSITION_IDS,),
+            DISTILBERT_HEAD,
+            distilbert_config,
+            describe_distilbert,
+            distilbert_entries,
+        ),
+        Architecture("llama", "model.", (FREQUENCIES,), LLAMA_HEAD, llama_config, describe_llama, llama_entries),
+    )
 }

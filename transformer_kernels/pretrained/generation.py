@@ -42,6 +42,11 @@ class Sampling:
         if not 0.0 < self.repetition_penalty < float("inf"):
             raise ValueError(f"repetition_penalty must be positive and finite; got {self.repetition_penalty}")
 
+    @property
+    def greedy(self) -> bool:
+        """Whether the temperature is 0 in float32, denormals included."""
+        return self.temperature < torch.finfo(torch.float32).tiny
+
 
 class Choice(NamedTuple):
     """A sampled token, and the model's probabilities (V,), before temperature, top-k and top-p."""
@@ -52,9 +57,9 @@ class Choice(NamedTuple):
 
 def sampling_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
     """The sampling distribution (V,) for logits (V,)."""
-    if sampling.temperature == 0.0:
+    if sampling.greedy:
         return torch.zeros_like(logits).index_fill(0, logits.argmax(), 1.0)
-    logits = logits / sampling.temperature
+    logits = (logits - logits.max()) / sampling.temperature  # at most 0, so that a small temperature cannot give inf
     if 0 < sampling.top_k < len(logits):
         kept = logits.topk(sampling.top_k)
         logits = torch.full_like(logits, -torch.inf).scatter(0, kept.indices, kept.values)
@@ -68,7 +73,7 @@ def sampling_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
 
 def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """Sample a token from logits (V,), on the CPU."""
-    if sampling.temperature == 0.0:
+    if sampling.greedy:
         return int(logits.argmax())
     return int(torch.multinomial(sampling_distribution(logits, sampling), 1, generator=generator))
 

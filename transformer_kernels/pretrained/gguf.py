@@ -1,118 +1,220 @@
-"""A reader of GGUF files: metadata and tensors, unquantised or in Q8_0, Q4_0 and Q4_1."""
+"""Llama models in GGUF files, by the package `gguf`."""
 
 from __future__ import annotations
 
+import itertools
 import math
-import struct
+import re
+import reprlib
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-STRING, ARRAY = 8, 9
-MOST_DIMENSIONS = 4
-BLOCK = 32  # weights that share a scale
-STORED = {  # format number: name, weights per block, bytes per block
-    0: ("F32", 1, 4),
-    1: ("F16", 1, 2),
-    2: ("Q4_0", BLOCK, 2 + BLOCK // 2),
-    3: ("Q4_1", BLOCK, 4 + BLOCK // 2),
-    8: ("Q8_0", BLOCK, 2 + BLOCK),
+from transformer_kernels.pretrained.folder import Stored, check_regular
+
+try:
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType, dequantize
+except ImportError as error:
+    raise ImportError("GGUF files need the package gguf: pip install 'transformer_kernels[gguf]'") from error
+
+MAX_KEYS = 1 << 12
+MAX_TENSORS = 1 << 16
+MAX_STRINGS = 1 << 20  # of all arrays; the largest vocabularies have 800,000 tokens and merges
+MAX_DIMENSIONS = 4
+OF_THE_READER = ("GGUF.version", "GGUF.tensor_count", "GGUF.kv_count")
+
+SIZES = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+}
+NUMBERS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps", "rope.freq_base": "rope_theta"}
+WITHOUT_EFFECT: dict[str, Any] = {  # options of other models, with the value that leaves a Llama as it is
+    "attention.causal": True,
+    "attention.clamp_kqv": 0.0,
+    "attention.max_alibi_bias": 0.0,
+    "embedding_scale": 1.0,
+    "expert_count": 0,
+    "expert_used_count": 0,
+    "logit_scale": 1.0,
+    "residual_scale": 1.0,
+    "rope.scale_linear": 1.0,
+    "rope.scaling.type": "none",
+    "tensor_data_layout": "Meta AI original pth",
+    "use_parallel_residual": False,
+}
+DESCRIPTIVE = ("general.", "tokenizer.", "quantize.imatrix.")  # the tokenizer's options concern `load_tokenizer`
+
+NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
 }
 
 
-class GGUF:
-    """An open file: `metadata`, and `tensor(name)` in float32.
-
-    Raises:
-        ValueError: not a GGUF file of version 2 or 3, or it ends too early.
-    """
+class Reader(GGUFReader):
+    """The package's reader with every declared count, length and region checked before it is used."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._size = path.stat().st_size
-        with path.open("rb") as file:
-            magic, version, tensors, entries = self._read(file, "4sIQQ")
-            if magic != b"GGUF" or version not in (2, 3):
-                raise ValueError(f"{path}: not a GGUF file of version 2 or 3")
-            self.metadata = {self._string(file): self._value(file, *self._read(file, "I")) for _ in range(entries)}
-            self.index = {self._string(file): self._tensor_entry(file) for _ in range(tensors)}
-            alignment = self.metadata.get("general.alignment", 32)
-            if not (isinstance(alignment, int) and alignment > 0):
-                raise ValueError(f"{path}: general.alignment must be a positive integer; got {alignment!r}")
-            self.start = -(-file.tell() // alignment) * alignment
+        check_regular(path)
+        self.path, self._strings = path, 0
+        try:
+            super().__init__(path)
+            if self.byte_order != "I":
+                raise ValueError("its numbers are big-endian")
+            values = {name: field.contents() for name, field in self.fields.items() if name not in OF_THE_READER}
+        except (ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
+            reason = error.args[0] if isinstance(error, KeyError) else error
+            raise ValueError(f"{path}: not a GGUF file that can be read: {reason}") from error
+        self.metadata: dict[str, Any] = values
 
-    def tensor(self, name: str) -> Tensor:
-        """The tensor called `name`, dequantised to float32, in the row-major shape.
+    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> np.ndarray:
+        end = offset + int(count) * np.dtype(dtype).itemsize
+        if end > len(self.data):
+            raise ValueError(f"truncated: it has {len(self.data)} bytes; its header needs {end}")
+        return np.asarray(super()._get(offset, dtype, count, override_order))  # a view of a memmap holds a dictionary
 
-        Raises:
-            KeyError: no such tensor.
-            ValueError: its format is not supported, or the file is truncated.
-        """
-        shape, form, offset = self.index[name]
-        if form not in STORED:
-            known = ", ".join(name for name, _, _ in STORED.values())
-            raise ValueError(f"{self.path}: {name} has format {form}; supported are {known}")
-        kind, weights, size = STORED[form]
-        length = math.prod(shape) // weights * size
-        if self.start + offset + length > self._size:
-            raise ValueError(f"{self.path}: truncated within {name}")
-        with self.path.open("rb") as file:
-            file.seek(self.start + offset)
-            content = file.read(length)
-        return torch.from_numpy(_dequantised(np.frombuffer(content, np.uint8), kind).reshape(shape))
+    def _build_fields(self, offs: int, count: int) -> int:
+        if count > MAX_KEYS:
+            raise ValueError(f"{count} metadata keys; at most {MAX_KEYS} are read")
+        return super()._build_fields(offs, count)
 
-    def _read(self, file: BinaryIO, form: str) -> tuple[Any, ...]:
-        return struct.unpack("<" + form, self._bytes(file, struct.calcsize("<" + form)))
+    def _build_tensor_info(self, offs: int, count: int) -> tuple[int, list[Any]]:
+        if count > MAX_TENSORS:
+            raise ValueError(f"{count} tensors; at most {MAX_TENSORS} are read")
+        return super()._build_tensor_info(offs, count)
 
-    def _bytes(self, file: BinaryIO, size: int) -> bytes:
-        if file.tell() + size > self._size:
-            raise ValueError(f"{self.path}: truncated within its header")
-        return file.read(size)
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[Any]]:
+        """The package's own, but numbers of an array are one part, and its strings one part each."""
+        if raw_type != GGUFValueType.ARRAY:
+            return super()._get_field_parts(orig_offs, raw_type)
+        element = GGUFValueType(int(self._get(orig_offs, np.uint32)[0]))
+        count, start = int(self._get(orig_offs + 4, np.uint64)[0]), orig_offs + 12
+        if element in self.gguf_scalar_to_np:
+            parts = [self._get(start, self.gguf_scalar_to_np[element], count)]
+            end = start + parts[0].nbytes
+        elif element == GGUFValueType.STRING:
+            self._strings += count
+            if self._strings > MAX_STRINGS:
+                raise ValueError(f"{self._strings} strings in arrays; at most {MAX_STRINGS} are read")
+            parts, end = [], start
+            for _ in range(count):
+                parts.append(self._get_str(end)[1])
+                end += 8 + len(parts[-1])
+        else:
+            raise ValueError("an array of arrays")
+        return end - orig_offs, parts, list(range(len(parts))), [GGUFValueType.ARRAY, element]
 
-    def _string(self, file: BinaryIO) -> str:
-        (length,) = self._read(file, "Q")
-        return self._bytes(file, length).decode("utf-8", "replace")
+    def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
+        """The package's own, which wraps where sizes overflow, after a check of all shapes and regions."""
+        regions = []
+        for field in fields:
+            sizes, number, offset = field.parts[3].tolist(), int(field.parts[4][0]), int(field.parts[5][0])
+            if not 1 <= len(sizes) <= MAX_DIMENSIONS or 0 in sizes:
+                raise ValueError(f"{field.name} has shape {tuple(reversed(sizes))}")
+            block, length = GGML_QUANT_SIZES[GGMLQuantizationType(number)]
+            if sizes[0] % block:
+                raise ValueError(f"{field.name} has rows of {sizes[0]} weights, stored in blocks of {block}")
+            start, end = start_offs + offset, start_offs + offset + math.prod(sizes) // block * length
+            if end > len(self.data):
+                raise ValueError(f"truncated within {field.name}: it has {len(self.data)} bytes, not {end}")
+            regions.append((start, end, field.name))
+        regions.sort()
+        for (_, end, first), (start, _, second) in itertools.pairwise(regions):
+            if start < end:
+                raise ValueError(f"{first} and {second} share bytes")
+        super()._build_tensors(start_offs, fields)
 
-    def _value(self, file: BinaryIO, kind: int) -> Any:
-        if kind == STRING:
-            return self._string(file)
-        if kind == ARRAY:
-            element, count = self._read(file, "IQ")
-            return [self._value(file, element) for _ in range(count)]
-        if kind not in SCALARS:
-            raise ValueError(f"{self.path}: unknown metadata type {kind}")
-        return self._read(file, SCALARS[kind])[0]
+    def stored(self) -> dict[str, Stored]:
+        """The tensors in row-major order; each is dequantised to float32 when it is read."""
+        return {tensor.name: self._stored(tensor) for tensor in self.tensors}
 
-    def _tensor_entry(self, file: BinaryIO) -> tuple[tuple[int, ...], int, int]:
-        (dimensions,) = self._read(file, "I")
-        if dimensions > MOST_DIMENSIONS:
-            raise ValueError(f"{self.path}: a tensor of {dimensions} axes")
-        shape = self._read(file, f"{dimensions}Q")
-        form, offset = self._read(file, "IQ")
-        return shape[::-1], form, offset
+    def _stored(self, tensor: Any) -> Stored:
+        shape = tuple(reversed(tensor.shape.tolist()))
 
+        def read() -> Tensor:
+            try:
+                values = dequantize(tensor.data, tensor.tensor_type)
+            except NotImplementedError as error:
+                raise ValueError(f"{self.path}: {tensor.name}: {error}") from None
+            return torch.from_numpy(np.require(values, requirements="W")).view(shape)
 
-def _dequantised(content: np.ndarray, kind: str) -> np.ndarray:
-    """The weights, float32 (N,). The low nibbles of a block are its first sixteen weights."""
-    if kind == "F32":
-        return content.view(np.float32).copy()
-    if kind == "F16":
-        return content.view(np.float16).astype(np.float32)
-    if kind == "Q8_0":
-        blocks = content.reshape(-1, 2 + BLOCK)
-        return (_halves(blocks, 0) * blocks[:, 2:].view(np.int8).astype(np.float32)).reshape(-1)
-    header = 4 if kind == "Q4_1" else 2
-    blocks = content.reshape(-1, header + BLOCK // 2)
-    packed = blocks[:, header:]
-    levels = np.concatenate((packed & 15, packed >> 4), axis=1).astype(np.float32)
-    weights = levels * _halves(blocks, 0) + _halves(blocks, 1) if kind == "Q4_1" else (levels - 8) * _halves(blocks, 0)
-    return weights.reshape(-1)
+        return Stored(shape, "F32", read)
 
 
-def _halves(blocks: np.ndarray, index: int) -> np.ndarray:
-    """The float16 number at `index` of each block's header, (blocks, 1)."""
-    return blocks[:, 2 * index : 2 * index + 2].copy().view(np.float16).astype(np.float32)
+def read_llama(path: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
+    """A Llama's configuration and tensors, under the names of transformers."""
+    file = Reader(path)
+    if (name := file.metadata.get("general.architecture")) != "llama":
+        raise ValueError(f"{path}: the architecture of a GGUF file must be 'llama'; got {name!r}")
+    config, weights = _config(path, file.metadata), {}
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    for name, tensor in file.stored().items():
+        layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name, re.ASCII)
+        if layer and layer[2] in LAYER_NAMES:
+            if layer[2] in heads:
+                tensor = _halves_together(f"{path}: {name}", tensor, heads[layer[2]])
+            name = f"model.layers.{layer[1]}.{LAYER_NAMES[layer[2]]}.weight"
+        weights[NAMES.get(name, name)] = tensor
+    return config | {"tie_word_embeddings": "lm_head.weight" not in weights}, weights
+
+
+def _config(path: Path, metadata: dict[str, Any]) -> dict[str, Any]:
+    """The configuration in the words of transformers; ValueError for a key that is not understood."""
+    foreign = [name for name in metadata if not name.startswith(("llama.", *DESCRIPTIVE))]
+    given = {name.removeprefix("llama."): value for name, value in metadata.items() if name.startswith("llama.")}
+    if metadata.get("general.type", "model") != "model":
+        foreign.append("general.type")
+    if foreign:
+        raise ValueError(f"{path}: {foreign[0]} = {reprlib.repr(metadata[foreign[0]])} is not supported")
+    config = {name: _positive(path, key, given, int) for key, name in SIZES.items()}
+    config |= {name: _positive(path, key, given, float) for key, name in NUMBERS.items()}
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    config["vocab_size"] = len(tokens) if isinstance(tokens, list) else _positive(path, "vocab_size", given, int)
+    head_width = config["hidden_size"] // config["num_attention_heads"]
+    implied = dict.fromkeys(("rope.dimension_count", "attention.key_length", "attention.value_length"), head_width)
+    supported = WITHOUT_EFFECT | implied | {"vocab_size": config["vocab_size"]}
+    for key in given.keys() - SIZES.keys() - NUMBERS.keys():
+        if key not in supported or given[key] != supported[key]:
+            only = f"; only {supported[key]!r} is supported" if key in supported else " and is not supported"
+            raise ValueError(f"{path}: llama.{key} = {reprlib.repr(given[key])} may change the computation{only}")
+    return config
+
+
+def _positive(path: Path, key: str, given: dict[str, Any], kind: type) -> Any:
+    """The value of llama.`key`, a positive number of this kind."""
+    defaults: dict[str, Any] = {
+        "rope.freq_base": 10_000.0,
+        "attention.head_count_kv": given.get("attention.head_count"),
+    }
+    value: Any = (defaults | given).get(key)
+    if value is None:
+        raise ValueError(f"{path}: 'llama.{key}' is missing in the metadata")
+    of_kind = type(value) is kind  # not a bool
+    if not of_kind or not 0 < value < math.inf:
+        raise ValueError(f"{path}: llama.{key} must be a positive {kind.__name__}; got {reprlib.repr(value)}")
+    return value
+
+
+def _halves_together(where: str, weight: Stored, heads: int) -> Stored:
+    """Convert rows of queries or keys from interleaved rotation pairs (GGUF) to rotated halves."""
+    if weight.shape[0] % (2 * heads):
+        raise ValueError(f"{where}: {heads} heads cannot share {weight.shape[0]} rows in pairs")
+    return weight._replace(read=lambda: weight.read().unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2))

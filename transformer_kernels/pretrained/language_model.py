@@ -13,6 +13,7 @@ from python_ref import GPT
 from transformer_kernels.pretrained.generation import Sampling, generate_many
 from transformer_kernels.pretrained.tokenizers import end_tokens, load_tokenizer
 
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 Prompt = TypeVar("Prompt", str, list[str], list[int], Tensor)
 
 
@@ -86,8 +87,8 @@ class PretrainedGPT(GPT):
 
     def _encoded(self, prompt: Any) -> tuple[list[list[int]], bool]:
         """The tokens of each prompt, and whether they encode text."""
-        if isinstance(prompt, Tensor) and prompt.dim() in (1, 2) and not prompt.is_floating_point():
-            return prompt.reshape(-1, prompt.shape[-1]).tolist(), False
+        if isinstance(prompt, Tensor) and prompt.dim() in (1, 2) and prompt.dtype in INTEGERS:
+            return (prompt if prompt.dim() == 2 else prompt.unsqueeze(0)).tolist(), False
         texts = [prompt] if isinstance(prompt, str) else prompt
         if isinstance(texts, list) and texts and all(isinstance(each, str) for each in texts):
             return [self.tokenizer.encode(each).ids for each in texts], True
