@@ -15,7 +15,7 @@ test gates: export OMP_WAIT_POLICY ?= passive
 $(VENV)/.test $(VENV)/.lint: export TRANSFORMER_KERNELS_CPU_LEVELS ?= present
 SOURCES := pyproject.toml setup.py constraints.txt
 
-.PHONY: help demo test gates matrix mutants lint site gpu bench wheel clean
+.PHONY: help demo test gates matrix mutants lint site gpu gpu-plan gpu-kit bench wheel clean
 
 help:
 	@echo "make demo   train a character GPT beside the reference and compare the backends (two minutes)"
@@ -25,7 +25,8 @@ help:
 	@echo "make mutants  planted bugs, each of which a test must find (SAMPLE=4 for some)"
 	@echo "make lint   ruff and mypy"
 	@echo "make site   the pages of docs/ with an API reference, in build/site"
-	@echo "make gpu    on a GPU: build, test, benchmark and record in OUT=runs/benchmarks"
+	@echo "make gpu    on a GPU: build, verify, test, benchmark and record in runs/gpu (make gpu-plan: the seconds)"
+	@echo "make gpu-kit  prepare that on a machine without one: the CUDA extension and Triton's cache"
 	@echo "make wheel  what a release has in dist/: the sdist, the CPU wheel and, with nvcc, the wheel for all GPUs"
 	@echo "make bench  on a CPU: benchmark, and merge into benchmarks/results (twelve minutes)"
 
@@ -72,14 +73,21 @@ lint: $(VENV)/.lint
 site: $(VENV)/.site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
-# Straight from the checkout with the python3 that is there: nothing is installed. TIME_BUDGET=540 seconds.
+# Straight from the checkout with the python3 that is there: nothing is installed. Results in runs/gpu.
 gpu:
-	PYTHON=$(PYTHON) benchmarks/gpu.sh --device cuda --out $(OUT)
+	PYTHON=$(PYTHON) benchmarks/gpu.sh --first; PYTHON=$(PYTHON) benchmarks/gpu.sh --second
+
+gpu-plan: $(VENV)/.test
+	$(BIN)/python -m benchmarks.gpu --plan
+
+# What a GPU's record would otherwise compile there, for TRANSFORMER_KERNELS_CUDA_ARCHS (90a): in runs/gpu-kit.
+gpu-kit: $(VENV)/.test
+	$(BIN)/python -m benchmarks.gpu_kit
 
 # The smaller record of a machine without a GPU, merged into the folder of this processor in benchmarks/results.
 # Twelve minutes; leave the machine alone.
 bench: $(VENV)/.test
-	PYTHON=$(CURDIR)/$(BIN)/python benchmarks/gpu.sh --device cpu --out $(OUT)
+	$(BIN)/python -m benchmarks.cli --record --device cpu --out $(OUT)
 	$(BIN)/python -m benchmarks.cli --merge $(OUT)
 
 wheel:

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 from benchmarks import results
-from benchmarks.record import ALL_STEPS, DEFAULT_BUDGET, STEPS, record
+from benchmarks.record import BUDGET, record
 from benchmarks.report import growth_text, report
-from benchmarks.runner import add_selection, selection, supervise
+from benchmarks.runner import ROWS, add_selection, read_lines, selection, supervise
 from transformer_kernels.training._optional import require
 
 DESCRIPTION = """\
@@ -23,7 +23,8 @@ Without an action: measure on this device and print each row.
 
   bench --quick                               smoke test, a few seconds
   bench --op attention --budget 60            one operation for a minute
-  bench --record --out DIR                    build, test and benchmark within TIME_BUDGET seconds (make gpu)
+  bench --record --out DIR                    benchmark this processor within TIME_BUDGET seconds (make bench); for a
+                                              GPU: benchmarks/gpu.sh --first, then --second (make gpu)
   bench --merge DIR                           merge such a folder into benchmarks/results/<device>/
   bench --plot [FOLDER]                       figures and report.md of a record (default: all recorded devices)
   bench --compare A B                         ratios with spread; exit status 1 if B is slower than A
@@ -53,14 +54,13 @@ def _parser() -> argparse.ArgumentParser:
         "transformer-kernels bench", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     action = parser.add_mutually_exclusive_group()
-    action.add_argument("--record", action="store_true", help="build, test and benchmark into --out")
+    action.add_argument("--record", action="store_true", help="benchmark into --out, with a description of the machine")
     action.add_argument("--merge", type=Path, metavar="DIR", help="merge a recorded folder into benchmarks/results")
     action.add_argument("--plot", nargs="?", const="", metavar="FOLDER", help="write a record's figures and report")
     action.add_argument("--compare", nargs=2, type=Path, metavar=("A", "B"), help="rows, folders or pytest-benchmark's")
     parser.add_argument("--device", default="auto", help="cpu or cuda (default: cuda if available)")
     parser.add_argument("--out", type=Path, help="output folder (default: a temporary one)")
-    parser.add_argument("--budget", type=float, help="total seconds (default: TIME_BUDGET, else 540, on a CPU 720)")
-    parser.add_argument("--steps", help=f"comma-separated steps of --record, from {', '.join(ALL_STEPS)}")
+    parser.add_argument("--budget", type=float, help=f"total seconds (default: TIME_BUDGET, else {BUDGET:.0f})")
     add_selection(parser)
     return parser
 
@@ -68,24 +68,23 @@ def _parser() -> argparse.ArgumentParser:
 def _measure(chosen: argparse.Namespace) -> int:
     name = ("cuda" if torch.cuda.is_available() else "cpu") if chosen.device == "auto" else chosen.device
     device = torch.device(name)
-    if device.type not in DEFAULT_BUDGET:
+    if device.type not in ("cpu", "cuda"):
         raise ValueError(f"--device must be cpu or cuda; got {name!r}")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: this PyTorch sees no GPU")
-    seconds = chosen.budget or float(os.environ.get("TIME_BUDGET") or DEFAULT_BUDGET[device.type])
+    seconds = chosen.budget or float(os.environ.get("TIME_BUDGET") or BUDGET)
     if chosen.record:
         if chosen.out is None:
             raise ValueError("--record requires --out DIR")
-        steps = chosen.steps.split(",") if chosen.steps else STEPS[device.type]
-        if unknown := [step for step in steps if step not in ALL_STEPS]:
-            raise ValueError(f"--steps: unknown {', '.join(unknown)}; known: {', '.join(ALL_STEPS)}")
-        if device.type == "cpu" and set(steps) != {"bench"}:
-            raise ValueError("--steps: a CPU supports bench only; `make test` tests its kernels")
-        return record(device, chosen.out, seconds, steps, selection(chosen))
+        return record(device, chosen.out, seconds, selection(chosen))
     with tempfile.TemporaryDirectory() as folder:
         out = chosen.out or Path(folder)
         out.mkdir(parents=True, exist_ok=True)
+        before = len(read_lines(out / ROWS))
         supervise(device, out, seconds, selection(chosen))
+        if len(read_lines(out / ROWS)) == before:
+            print("no row was measured", file=sys.stderr)
+            return 1
         rows = results.load_rows(out)
         if text := growth_text(results.growth(rows)):
             print(f"\n{text}")

@@ -1,6 +1,6 @@
 """Every fast path of GPU attention with the path on and off, in one process: `keep` from 1.1x on, else `delete`.
 
-    python -m benchmarks.fast_paths --out DIR    a part of `make gpu`; writes fast_paths.jsonl, a line per call
+    python -m benchmarks.fast_paths --out DIR [--path 3]    all or one; appends to fast_paths.jsonl, a line per call
 
 A path is a kernel, or a table of tiles, without which another one of the same backend runs the same call.
 """
@@ -193,11 +193,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure all paths; status 1 if a result was wrong."""
     parser = argparse.ArgumentParser("python -m benchmarks.fast_paths", description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    out = parser.parse_args(arguments).out
+    parser.add_argument("--path", type=int, help="only the path of this number")
+    chosen = parser.parse_args(arguments)
     device = torch.device("cuda")
-    wrong = 0
-    with open(out / RESULTS, "w") as file:
-        for path in paths(torch.cuda.get_device_capability(device)):
+    wrong, listed = 0, paths(torch.cuda.get_device_capability(device))
+    with open(chosen.out / RESULTS, "a") as file:
+        for path in listed if chosen.path is None else [listed[chosen.path]]:
             if (reason := unavailable(path.backend, device)) is not None:
                 print(f"{path.backend}: {path.name}: skipped, {reason}", flush=True)
                 continue

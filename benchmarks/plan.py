@@ -80,9 +80,11 @@ def _key(kind: str, op: str, case: str, direction: str, candidate: str, dtype: s
     )
 
 
-def plan(device: torch.device, quick: bool = False) -> list[Task]:
-    """All tasks for a device, each once, the most valuable first."""
-    if quick:
+def plan(device: torch.device, quick: bool = False, part: str | None = None) -> list[Task]:
+    """All tasks for a device or those of one of PARTS, each once, the most valuable first."""
+    if part is not None:
+        ordered = PARTS[part](device)
+    elif quick:
         ordered = _quick()
     elif device.type == "cuda":
         ordered = _on_gpu(device)
@@ -148,32 +150,57 @@ ON_CPU = tuple(name for name in OURS if name not in KERNELS)
 EVERY_KIND = (("causal", 64), ("full", 128), ("full", 64), ("causal", 128))
 
 
+TRAINED = Recipe("char_gpt", 64, 64), Recipe("imdb_bert", 16, 256)
+FUSED = (*KERNELS, "sdpa flash", "sdpa cudnn")
+
+
+def _gpu_attention(device: torch.device) -> Iterator[Task]:
+    """Attention beside SDPA's flash backend and cuDNN, and FlexAttention at two lengths."""
+    headline = _narrowed(workloads.GPU, HEADLINE_LENGTHS, HEADLINE_WIDTHS)
+    yield from _attention(headline, torch.bfloat16, EVERY_KIND, ("forward", "backward"), FUSED)
+    two = _narrowed(workloads.GPU, (2048, 8192))
+    yield from _attention(two, torch.bfloat16, EVERY_KIND[:2], ("forward", "both"), ("flex",))
+
+
+def _gpu_rows(device: torch.device) -> Iterator[Task]:
+    """The row kernels at three widths, and beside compiled ones at one."""
+    three, bf16 = _narrowed(workloads.GPU, widths=(256, 768, 4096)), torch.bfloat16
+    yield from _rows(three, bf16, ("forward", "backward"), (*KERNELS, "eager"))
+    one = _narrowed(workloads.GPU, widths=(768,))
+    yield from _rows(one, bf16, ("forward", "backward"), ("compile", "liger", "quack"))
+
+
+def _gpu_steps(device: torch.device) -> Iterator[Task]:
+    """Training steps of both models, eager and in one CUDA graph."""
+    for recipe in TRAINED:
+        yield from step_tasks(device, recipe, UNCOMPILED)
+
+
+def _gpu_compiled(device: torch.device) -> Iterator[Task]:
+    """All steps, the compiled ones included."""
+    for recipe in TRAINED:
+        yield from step_tasks(device, recipe)
+
+
 def _on_gpu(device: torch.device) -> Iterator[Task]:
     sizes, bf16 = workloads.GPU, torch.bfloat16
     headline = _narrowed(sizes, HEADLINE_LENGTHS, HEADLINE_WIDTHS)
-    fused = (*KERNELS, "sdpa flash", "sdpa cudnn")
-    yield from _attention(headline, bf16, EVERY_KIND[:2], ("forward", "both"), fused)
-    in_every_layer = ("softmax", "layer_norm", "add_layer_norm", "gelu", "bias_gelu", "bias_relu")
-    yield from _rows(headline, bf16, ("forward", "backward"), (*KERNELS, "eager"), operations=in_every_layer)
-    recipes = Recipe("char_gpt", 64, 64), Recipe("imdb_bert", 16, 256)
-    for recipe in recipes:
-        yield from step_tasks(device, recipe, UNCOMPILED)
-    yield from call_tasks()
-    for recipe in recipes:
-        yield from step_tasks(device, recipe)
+    for part in (_gpu_attention, _gpu_rows, _gpu_steps, _gpu_compiled):
+        yield from part(device)
     yield from step_tasks(device, Recipe("gpt2", 8, 1024), UNCOMPILED)
     yield from _rows(_narrowed(sizes, widths=COMPILED_WIDTHS), bf16, ("forward", "backward"), ("compile", "liger"))
     yield from _rows(headline, bf16, ("forward", "backward"), (*KERNELS, "eager"), operations=("cross_entropy",))
     yield from _output_layers(sizes, bf16, ("forward", "both"), (*KERNELS, "ours torch", "eager"))
-    yield from _attention(sizes, bf16, EVERY_KIND, ("forward", "backward", "both"), fused)
+    yield from _attention(sizes, bf16, EVERY_KIND, ("forward", "backward", "both"), FUSED)
     yield from step_tasks(device, Recipe("gpt2", 8, 1024))
-    yield from operation_tasks(workloads.decode_sweep(sizes, bf16), (*fused, "ours torch", "eager", "flex"))
+    yield from call_tasks()
+    yield from operation_tasks(workloads.decode_sweep(sizes, bf16), (*FUSED, "ours torch", "eager", "flex"))
     yield from _attention(headline, bf16, (("padded", 64),), ("forward", "both"), (*KERNELS, "sdpa efficient", "flex"))
     yield from _attention(headline, bf16, EVERY_KIND[:2], ("forward", "both"), ("sdpa efficient", "flex", "ours torch"))
     yield from _rows(sizes, bf16, ("forward", "backward", "both"), (*KERNELS, "eager", "ours torch", "liger", "quack"))
     yield from _rows(headline, bf16, ("forward", "backward"), (*KERNELS, "eager", "liger"), approximate="tanh")
     for dtype in (torch.float16, torch.float32):
-        yield from _attention(headline, dtype, EVERY_KIND[:2], ("forward", "both"), (*fused, "sdpa efficient"))
+        yield from _attention(headline, dtype, EVERY_KIND[:2], ("forward", "both"), (*FUSED, "sdpa efficient"))
         yield from _rows(headline, dtype, ("forward", "backward"), (*KERNELS, "eager"))
     yield from _attention(headline, bf16, EVERY_KIND[:2], ("both",), ("eager", "sdpa math"))
     named = ("reference", "SDPA + compile", "SDPA + one graph", "ours triton + one graph", "ours cuda + one graph")
@@ -183,6 +210,10 @@ def _on_gpu(device: torch.device) -> Iterator[Task]:
     compiled = ("compile", "compile max-autotune")
     yield from _attention(_narrowed(sizes, COMPILED_LENGTHS), bf16, EVERY_KIND[:1], ("forward", "both"), compiled)
     yield from _rows(_narrowed(sizes, widths=COMPILED_WIDTHS), bf16, ("forward", "both"), compiled)
+
+
+PARTS = {"attention": _gpu_attention, "rows": _gpu_rows, "steps": _gpu_steps, "compiled": _gpu_compiled}
+"""Parts of a GPU's plan, by name."""
 
 
 def _step_sweep() -> Iterator[Recipe]:
@@ -233,12 +264,21 @@ def _on_cpu(device: torch.device) -> Iterator[Task]:
         yield from step_tasks(device, recipe)
 
 
-def chosen(tasks: Iterable[Task], operations: Iterable[str] = (), backends: Iterable[str] = ()) -> list[Task]:
-    """The tasks of the named operations (or "step") and of our named backends; peers are kept."""
-    operations, backends = set(operations), set(backends)
+def chosen(
+    tasks: Iterable[Task],
+    operations: Iterable[str] = (),
+    backends: Iterable[str] = (),
+    struck: Iterable[tuple[str, str, str]] = (),
+) -> list[Task]:
+    """The tasks of the named operations (or "step") and of our named backends, without struck kernels; peers are kept."""
+    operations, backends, struck = set(operations), set(backends), {tuple(each) for each in struck}
+    unfit = {backend for _, backend, _ in struck}
 
     def wanted(task: Task) -> bool:
         ours = task.candidate.split()[1].strip(",") if task.candidate.startswith("ours ") else None
+        dtype = task.key.split("|")[5]
+        if (task.op, ours, dtype) in struck or (task.op == "step" and ours in unfit):
+            return False
         return (not operations or task.op in operations) and (not backends or ours is None or ours in backends)
 
     return [task for task in tasks if wanted(task)]

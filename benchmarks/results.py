@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import environment, evidence, fast_paths
+from benchmarks import environment, evidence, fast_paths, gpu
 from benchmarks.measure import Row, identity
-from benchmarks.record import KERNELS
 from benchmarks.runner import ENVIRONMENT, ROWS, read_lines
 from benchmarks.steps import HEADLINE, LABELS
 
 RESULTS = environment.ROOT / "benchmarks" / "results"
 TEST_SUMMARY = "tests.json"
+KERNELS = "kernels.json"
 THRESHOLD = 0.05
 """A median this much longer is a regression, unless the spreads of the two explain it."""
 
@@ -81,15 +81,17 @@ def merge(source: Path, results: Path | None = None) -> Path:
     rows = merged_rows(read_lines(folder / ROWS), new)
     (folder / ROWS).write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / ENVIRONMENT).write_text(json.dumps(described, indent=2) + "\n")
-    if (source / KERNELS).is_file():
-        verdicts = [entry | {"commit": entry["commit"] or commit} for entry in _json_list(source / KERNELS)]
-        merged = merged_verdicts(_json_list(folder / KERNELS), verdicts)
+    tests, smoke = read_lines(source / evidence.TESTS), read_lines(source / gpu.VERDICTS)
+    if tests or smoke:
+        merged = merged_verdicts(
+            _json_list(folder / KERNELS), evidence.verdicts(tests, described, smoke, gpu.is_whole(source))
+        )
         (folder / KERNELS).write_text(json.dumps(merged, indent=2) + "\n")
+        described_tests = evidence.summary(tests) | {"broken off": gpu.broken_off(source)}
+        (folder / TEST_SUMMARY).write_text(json.dumps(described_tests, indent=2) + "\n")
+        (folder / gpu.SUMMARY).write_text(gpu.summary(source) + "\n")
     if (source / fast_paths.RESULTS).is_file():
         shutil.copy(source / fast_paths.RESULTS, folder)
-    if (source / evidence.TESTS).is_file():
-        summary = evidence.summary(read_lines(source / evidence.TESTS))
-        (folder / TEST_SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
     return folder
 
 
@@ -107,10 +109,9 @@ def merged_rows(old: Iterable[Row], new: Iterable[Row]) -> list[Row]:
 
 
 def merged_verdicts(old: Iterable[dict[str, Any]], new: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One verdict for each kernel and hash, the newest; verdicts on older sources are kept."""
-    verdicts = {(entry["kernel"], entry["hash"]): entry for entry in old}
-    verdicts |= {(entry["kernel"], entry["hash"]): entry for entry in new}
-    return sorted(verdicts.values(), key=lambda entry: (entry["kernel"], entry["date"]))
+    """One verdict for each kernel, dtype and hash, the newest; verdicts on older sources are kept."""
+    verdicts = {(entry["kernel"], entry["dtype"], entry["hash"]): entry for entry in [*old, *new]}
+    return sorted(verdicts.values(), key=lambda entry: (entry["kernel"], entry["dtype"], entry["date"]))
 
 
 def _json_list(path: Path) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ that, and a new worker continues: a faulty kernel costs one row, not the record.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import subprocess
@@ -22,7 +23,7 @@ import torch
 
 from benchmarks import environment, timing
 from benchmarks.measure import DEVICE_LOST, SAMPLES, Bench, Row, identity, is_device_lost
-from benchmarks.plan import Task, chosen, plan
+from benchmarks.plan import PARTS, Task, chosen, plan
 
 ROWS = "rows.jsonl"
 ENVIRONMENT = "environment.json"
@@ -142,7 +143,9 @@ def worker(arguments: argparse.Namespace) -> int:
     current = Path(arguments.current)
     bench = Bench(device, arguments.seconds or SECONDS_PER_ROW[device.type])
     bench.limits = find_or_measure_limits(bench, path, arguments.quick)
-    tasks = chosen(plan(device, arguments.quick), arguments.op, arguments.backend)
+    tasks = chosen(plan(device, arguments.quick, arguments.part), arguments.op, arguments.backend, arguments.strike)
+    gc.collect()
+    gc.freeze()  # each row collects garbage: without this it takes 0.2 s
     budget = Budget(arguments.deadline - time.time())
 
     def started(task: Task) -> None:
@@ -221,6 +224,10 @@ def add_selection(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend", action="append", default=[], metavar="NAME", help="of our backends, only this one; peers are kept"
     )
+    parser.add_argument("--part", choices=PARTS, help="on a GPU: only this part of the plan")
+    parser.add_argument(
+        "--strike", type=json.loads, default=[], metavar="JSON", help="[[operation, backend, dtype], ...] to leave out"
+    )
     parser.add_argument("--quick", action="store_true", help="smoke test: small sizes and few rows")
     parser.add_argument("--missing", action="store_true", help="only rows missing in benchmarks/results")
     parser.add_argument("--seconds", type=float, default=0.0, help="timing seconds per row (default: 0.1 or 0.2)")
@@ -230,6 +237,8 @@ def selection(arguments: argparse.Namespace) -> list[str]:
     """The same options as command-line arguments, for a worker."""
     options = [text for name in arguments.op for text in ("--op", name)]
     options += [text for name in arguments.backend for text in ("--backend", name)]
+    options += ["--part", arguments.part] if arguments.part else []
+    options += ["--strike", json.dumps(arguments.strike)] if arguments.strike else []
     options += ["--quick"] if arguments.quick else []
     options += ["--missing"] if arguments.missing else []
     return [*options, "--seconds", str(arguments.seconds)]

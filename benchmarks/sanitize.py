@@ -1,60 +1,43 @@
-"""Every kernel forward and backward on small, odd shapes, for compute-sanitizer."""
+"""The kernels of one family at one size, forward and backward, for compute-sanitizer and ncu.
+
+python -m benchmarks.sanitize --family norm
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
+
 import torch
 
-from benchmarks import workloads
-from benchmarks.measure import prepared
-from benchmarks.peers import Candidate, Skipped, candidates
-from benchmarks.workloads import Workload
-from transformer_kernels import UnsupportedByBackend
+from benchmarks import gpu
+from transformer_kernels import verification
+from transformer_kernels.backends import dispatch
 
-DTYPES = (torch.float32, torch.bfloat16)
-
-
-def grid() -> list[Workload]:
-    """Sizes that are no multiple of any tile, one tile and several, so that Hopper's ring of tiles wraps around."""
-    bf16, many = torch.bfloat16, {"B": 1, "H": 2, "L": 700}
-    listed = [
-        workloads.attention(bf16, "both", D=64, causal=True, **many),
-        workloads.attention(bf16, "both", D=128, dropout_p=0.1, **many),
-        workloads.attention(bf16, "both", D=64, window=200, **many),
-    ]
-    for dtype in DTYPES:
-        for length, width in ((17, 32), (130, 64), (65, 128)):
-            for kind in ("full", "causal", "padded"):
-                causal, padded = kind == "causal", kind == "padded"
-                listed.append(
-                    workloads.attention(dtype, "both", B=2, H=4, Hk=2, L=length, D=width, causal=causal, padded=padded)
-                )
-        for op in workloads.ROW_OPERATIONS:
-            for rows, columns in ((3, 33), (70, 256), (5, 1030), (2, 9000)):
-                listed.append(workloads.rows(op, dtype, "both", M=rows, N=columns))
-        listed += [workloads.output_layer(dtype, "both", M=rows, E=64, V=1001) for rows in (33, 700)]
-    return listed
+SIZES = {(5, 1030), (300, 64)}
+"""Of the smoke cases: sizes that are no multiple of a tile, and several tiles."""
 
 
-def run(workload: Workload, candidate: Candidate, device: torch.device) -> bool:
-    """One call with backward; False if the backend does not support it."""
-    try:
-        prepared(workload, candidate.make(workload, device), workload.inputs(device))()
-    except (Skipped, UnsupportedByBackend):
-        return False
-    return True
-
-
-def main() -> int:
-    device = torch.device("cuda")
+def main(arguments: list[str] | None = None) -> int:
+    """Run the cases; 1 if none ran."""
+    parser = argparse.ArgumentParser("python -m benchmarks.sanitize", description=__doc__)
+    parser.add_argument("--family", required=True)
+    parser.add_argument("--strike", type=json.loads, default=[], help="[[operation, backend, dtype], ...] to leave out")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
+    chosen = parser.parse_args(arguments)
+    struck = {tuple(each) for each in chosen.strike}
     ran = 0
-    for name in ("ours cuda", "ours triton"):  # Triton's are compiled on the way, which takes longest
-        for workload in grid():
-            for candidate in candidates(workload.op):
-                if candidate.name == name and run(workload, candidate, device):
-                    torch.cuda.synchronize()
-                    ran += 1
-                    print(f"{name}: {workload.op} {workload.case} {workload.dtype_name} {workload.shape}", flush=True)
-    print(f"{ran} calls")
+    for backend in gpu.BACKENDS:
+        if dispatch.unavailable(backend, chosen.device) is not None:
+            continue
+        for case in verification.cases(dtypes=("float32", "bfloat16")):
+            if case.family != chosen.family or (case.rows, case.columns) not in SIZES:
+                continue
+            if (case.op, backend, case.dtype) in struck:
+                continue
+            for verdict in verification.run_case(case, backend, chosen.device):
+                print(f"{backend}: {case.name} {verdict.direction}: {verdict.outcome}", flush=True)
+                ran += verdict.outcome != verification.UNSUPPORTED
     return int(ran == 0)
 
 

@@ -20,6 +20,7 @@ help(tk.attention) documents one of them.
 
 from transformer_kernels._bind import bind, build
 from transformer_kernels._version import __version__
+from transformer_kernels.backends import dispatch as _dispatch
 from transformer_kernels.backends.dispatch import BACKENDS, explain, get_backend, set_backend, use_backend
 from transformer_kernels.backends.errors import BackendUnavailable, UnsupportedByBackend
 from transformer_kernels.graphs import graphed
@@ -27,6 +28,7 @@ from transformer_kernels.ops import *  # noqa: F403 - every operation; ops/__ini
 from transformer_kernels.ops import __all__ as _operations
 from transformer_kernels.patching import accelerate, patch, unpatch
 from transformer_kernels.pretrained import export_pretrained, load_pretrained
+from transformer_kernels.verification import trust as _trust
 
 __all__ = [
     "BACKENDS",
@@ -47,6 +49,8 @@ __all__ = [
     "use_backend",
     *_operations,
 ]
+
+_dispatch.distrusted = _trust.distrusted
 
 
 def __dir__() -> list[str]:

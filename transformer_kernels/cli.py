@@ -43,6 +43,7 @@ Multi-process training: --processes 2, or torchrun --nproc-per-node 2 -m transfo
 exits with status 1 after Ctrl-C).
 """
 
+KERNEL_BACKENDS = ("cpu", "triton", "cuda")
 SHARED_ERRORS = ("Interrupted", "RunFolderError")  # raised in every process of a run; only rank 0 prints them
 NOT_IN_CONFIG = ("run", "arguments", "recipe", "config", "resume", "overwrite", "processes")  # arguments of `train`
 
@@ -112,6 +113,17 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--backend", choices=options.BACKENDS, default="auto", help="training backend (default: auto)")
     demo.add_argument("--out", default="", help="output folder for the checkpoint (default: a new runs/demo)")
     _add_speedrun(commands)
+    verify = _command(
+        commands,
+        "verify-device",
+        "run each kernel once on this device, for `auto`",
+        _verify_device,
+    )
+    verify.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="default: %(default)s")
+    verify.add_argument(
+        "--backend", action="append", choices=KERNEL_BACKENDS, help="only this one (repeatable; default: all available)"
+    )
+    verify.add_argument("--op", action="append", metavar="NAME", help="only this operation (repeatable)")
     info = _command(
         commands, "info", "print versions, devices, available backends and the verification state of the kernels", _info
     )
@@ -542,6 +554,14 @@ def _info(chosen: argparse.Namespace) -> None:
     with contextlib.suppress(ImportError):
         status = _of_the_checkout("benchmarks.compilers.status", "info")
         print("\nkernels\n" + "\n".join(f"  {line}" for line in status.summary()))
+
+
+def _verify_device(chosen: argparse.Namespace) -> int:
+    import torch
+
+    from transformer_kernels.verification import trust
+
+    return trust.verify_device(torch.device(chosen.device), chosen.backend, chosen.op or None)
 
 
 def _of_the_checkout(module: str, command: str) -> ModuleType:

@@ -12,6 +12,7 @@ from transformer_kernels.backends import cpu as _cpu
 from transformer_kernels.backends import cuda as _cuda
 from transformer_kernels.backends import triton as _triton
 from transformer_kernels.backends.dispatch import AUTO_ORDER, AUTO_ORDER_ELSEWHERE, BACKENDS, unavailable
+from transformer_kernels.verification import trust
 
 PACKAGES = (
     "numpy",
@@ -71,4 +72,5 @@ def _backends() -> tuple[str, list[str]]:
     order = AUTO_ORDER.get(device.type, AUTO_ORDER_ELSEWHERE)
     note = _cuda.build_note().splitlines()
     lines += [f"{'':<10} CUDA extension: {note[0]}"] if note else []
-    return f"backends on {device.type}", [*lines, f"{'auto':<10} tries {', then '.join(order)}"]
+    lines += [f"{'auto':<10} tries {', then '.join(order)}"]
+    return f"backends on {device.type}", lines + (trust.table(device) if device.type == "cuda" else [])

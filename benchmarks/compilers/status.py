@@ -99,13 +99,13 @@ def digest_of(paths: Iterable[Path], checkout: Path = CHECKOUT) -> str:
 
 
 def recorded(checkout: Path = CHECKOUT) -> list[dict[str, Any]]:
-    """All recorded verifications: kernel, hash, device, date, passed and failed tests, completeness."""
+    """All recorded verifications: kernel, dtype, hash, device, date, passed and failed tests, completeness."""
     files = sorted((checkout / "benchmarks" / "results").glob("*/kernels.json"))
     return [entry for file in files for entry in json.loads(file.read_text())]
 
 
 def verification(checkout: Path = CHECKOUT) -> list[str]:
-    """One line per kernel: where and when its current sources were verified, if they were."""
+    """One line per kernel, or per kernel and dtype where records differ: where its sources were verified, if they were."""
     if not (checkout / "benchmarks").is_dir():
         return ["the record of verified kernels is in the source checkout, in benchmarks/results"]
     records = recorded(checkout)
@@ -114,8 +114,13 @@ def verification(checkout: Path = CHECKOUT) -> list[str]:
         for backend in BACKENDS:
             digest = kernel_hash(op, backend, checkout)
             if digest is not None:
-                known = [entry for entry in records if entry["kernel"] == f"{op}/{backend}"]
-                lines.append(f"{op + '/' + backend:<22} {_state(digest, known)}")
+                kernel = f"{op}/{backend}"
+                known = [entry for entry in records if entry["kernel"] == kernel]
+                dtypes = sorted({entry["dtype"] for entry in known})
+                states = {dtype: _state(digest, [each for each in known if each["dtype"] == dtype]) for dtype in dtypes}
+                lines += [f"{kernel:<22} {dtype}: {state}" for dtype, state in states.items()]
+                if not states:
+                    lines.append(f"{kernel:<22} {_state(digest, [])}")
     return lines
 
 

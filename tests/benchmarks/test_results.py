@@ -7,11 +7,12 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 
-from benchmarks import cli, evidence, results
+from benchmarks import cli, evidence, gpu, results
 from benchmarks.compilers import status
 from benchmarks.measure import identity
 from benchmarks.plots import draw_all, roofline
 from benchmarks.report import report
+from benchmarks.runner import append
 from tests.benchmarks.rows import STAMP, operation_row, sweep, whole_record
 
 LATER = "2026-02-02T00:00:00+00:00"
@@ -51,7 +52,6 @@ def test_merge_writes_a_record_for_the_device(tmp_path):
         {"test": "tests/ops/test_softmax.py::test_b[triton]", "outcome": "failed", "seconds": 0.1, "why": "E off"},
     ]
     (source / "tests.jsonl").write_text("".join(json.dumps(test) + "\n" for test in tests))
-    (source / "kernels.json").write_text(json.dumps(evidence.verdicts(tests, ENVIRONMENT)))
     for _ in range(2):  # merging the same folder again changes nothing
         folder = results.merge(source, tmp_path / "results")
         assert folder.name == "nvidia-test"
@@ -136,14 +136,25 @@ def test_the_report_gathers_everything():
 # Verdicts on kernels
 
 
-def test_a_verdict_is_complete_only_when_all_sessions_ended():
-    passed = {"test": "tests/ops/test_gelu.py::test_a[cuda]", "outcome": "passed"}
-    end = {"test": evidence.FINISHED, "outcome": "0"}
-    interrupted = {"test": evidence.FINISHED, "outcome": "2"}
-    for tests, complete in (([passed, end, end], True), ([passed, end], False), ([passed, end, interrupted], False)):
-        (verdict,) = evidence.verdicts(tests, ENVIRONMENT, sessions=2)
-        assert (verdict["kernel"], verdict["passed"], verdict["complete"]) == ("gelu/cuda", 1, complete)
-        assert verdict["hash"] == status.kernel_hash("gelu", "cuda")
+@pytest.mark.parametrize(
+    "events, whole",
+    [
+        ([("ended", "")], True),
+        ([("ended", "pytest ended with 1")], True),
+        ([("ended", "its time ended")], False),
+        ([("ended", "pytest ended with 3")], False),
+        ([("begun", "")], False),
+        ([], False),
+    ],
+)
+def test_a_verdict_is_complete_only_if_the_parity_suite_ended_by_itself(tmp_path, events, whole):
+    for event, wrong in events:
+        append(tmp_path / gpu.STEPS, {"step": "parity", "event": event, "wrong": wrong})
+    assert gpu.is_whole(tmp_path) is whole
+    test = {"test": "tests/ops/test_gelu.py::test_a[cuda-float32]", "outcome": "passed"}
+    smoke = {"op": "gelu", "backend": "cuda", "dtype": "float32", "outcome": "passed"}
+    (verdict,) = evidence.verdicts([test], ENVIRONMENT, [smoke], gpu.is_whole(tmp_path))
+    assert verdict["complete"] is whole
 
 
 @pytest.fixture
@@ -166,7 +177,7 @@ def note(checkout, **changes):
         for backend in status.BACKENDS:
             digest = status.kernel_hash(op, backend, checkout)
             entry = {"kernel": f"{op}/{backend}", "hash": digest, "passed": 5, "failed": 0, "complete": True}
-            entries.append({**entry, "device": "NVIDIA Test", "date": LATER, **changes})
+            entries.append({**entry, "dtype": "float32", "device": "NVIDIA Test", "date": LATER, **changes})
     (checkout / "benchmarks" / "results" / "nvidia-test" / "kernels.json").write_text(json.dumps(entries))
 
 

@@ -2,32 +2,15 @@
 
 import torch
 
+from transformer_kernels.verification.examples import normal as normal
+from transformer_kernels.verification.examples import rows_and_parameters as rows  # noqa: F401 - named so by the tests
+
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def dtype_id(value):
     """A test id: float32 instead of torch.float32."""
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else None
-
-
-def normal(*shape, dtype, device, seed=0):
-    """A standard normal leaf that requires grad, the same in every dtype up to rounding."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(dtype).to(device).requires_grad_()
-
-
-def rows(*parameters, like_x=()):
-    """Makes x (..., N), others of its shape, and parameters (N,), which may have a dtype of their own."""
-
-    def make(dtype, device, *shape, parameters_in=None):
-        shapes = {**dict.fromkeys(("x", *like_x), shape), **dict.fromkeys(parameters, shape[-1:])}
-        dtypes = dict.fromkeys(parameters, parameters_in or dtype)
-        return {
-            name: normal(*shape, dtype=dtypes.get(name, dtype), device=device, seed=seed)
-            for seed, (name, shape) in enumerate(shapes.items(), start=1)
-        }
-
-    return make
 
 
 def transposed(x):

@@ -35,6 +35,9 @@ class Operation(Protocol):
     adapt: Callable[[Any], Any] | None
     prepare: Callable[..., Any]
 
+    def forget_plans(self) -> None:
+        """Validate and dispatch the next call of each layout again."""
+
     def is_empty(self, call: Any) -> bool:
         """Whether there is nothing to launch."""
 
@@ -44,6 +47,9 @@ class Operation(Protocol):
 
 OPERATIONS: dict[str, Operation] = {}
 """Every operation by name; each registers itself where it is defined."""
+
+distrusted: Callable[[str, str, Any], str | None] | None = None
+"""Why "auto" does not use a backend's kernel of an operation for a call; set by transformer_kernels."""
 
 _scoped: ContextVar[str | None] = ContextVar("transformer_kernels_backend", default=None)
 _default: str | None = None
@@ -178,6 +184,8 @@ def _automatic(operation: Operation, call: Any, device: torch.device) -> tuple[s
     refusals: dict[str, str] = {}
     for name in AUTO_ORDER.get(device.type, AUTO_ORDER_ELSEWHERE):
         reason = unavailable(name, device) or _refusal(operation, name, call)
+        if reason is None and distrusted is not None and not operation.is_empty(call):
+            reason = distrusted(operation.name, name, call)
         if reason is None:
             return name, refusals
         refusals[name] = reason

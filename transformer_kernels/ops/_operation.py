@@ -172,6 +172,11 @@ class Operation:
         dispatch.OPERATIONS[name] = self
         self._register(types)
 
+    def forget_plans(self) -> None:
+        """Validate and dispatch the next call of each layout again."""
+        self.plans.clear()
+        self.calls.clear()
+
     def run(self, backend: str | None, *arguments: Any, **options: Any) -> Any:
         """The public outputs for the arguments of `prepare`: one tensor or a tuple of them."""
         if is_compiling():
