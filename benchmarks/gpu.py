@@ -3,9 +3,9 @@
     benchmarks/gpu.sh --first       smoke cases, conformance, parity, tests marked gpu, tables of the main kernels
     benchmarks/gpu.sh --second      failed tests alone, sanitizers, fast paths, compiled steps, the remaining rows
 
-Both work in `runs/gpu`, which the second call continues: a step that ended is not repeated, one that broke off is. Every
-step is a process group with a time limit, and writes its results as it has them. At the end the files are copied to
-$OUT and a summary is printed last. Nothing is installed, and no network is needed.
+Both work in `runs/gpu`, which the second call continues: a step that ended is not repeated, one that broke off is.
+Every step is a process group with a time limit, and writes its results as it has them. At the end the files are copied
+to $OUT and a summary is printed last. Nothing is installed, and no network is needed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FILES = (ENVIRONMENT, STEPS, VERDICTS, evidence.TESTS, ROWS, fast_paths.RESULTS,
 """What is copied to $OUT: seven files. kernels.json and summary.txt are made of them by `merge`."""
 MAX_LOG = 8 << 20
 BACKENDS = ("triton", "cuda")
-WORKERS, TEST_SECONDS, BIG_TEST = 14, 30, "big"
+WORKERS, TEST_SECONDS = 14, 30
 PARITY = ("tests/ops", "tests/test_autograd.py", "tests/test_models.py")
 MAX_RETRIED = 40
 
@@ -258,15 +258,19 @@ def counters(session: Session, seconds: float) -> str:
     return "" if status == 0 else f"ncu ended with {status}"
 
 
-GPU_TESTS = ("tests", "-m", "gpu", "--ignore=tests/emulation", "--ignore=tests/ptx")
+CONFORMANCE = ("tests/ptx/test_known_report.py", "tests/emulation/test_conformance.py")
+GPU_TESTS = tuple(
+    str(path.relative_to(environment.ROOT))
+    for path in sorted((environment.ROOT / "tests").rglob("test_*.py"))
+    if "mark.gpu" in path.read_text() and path.parent.name not in ("emulation", "ptx", "benchmarks")
+)
+"""Collecting all of them takes each worker longer than these take to run."""
 FIRST = (
     Step("build", 60, build),
     Step("smoke", 60, smoke),
-    Step(
-        "conformance", 15, pytest("tests/ptx/test_known_report.py", "tests/emulation/test_conformance.py", "-m", "gpu")
-    ),
+    Step("conformance", 15, pytest(*CONFORMANCE, "-m", "gpu")),
     Step("parity", 90, pytest(*PARITY, "-m", "not slow and not gpu", "-k", "triton or cuda")),
-    Step("gpu tests", 30, pytest(*GPU_TESTS, "-k", f"not {BIG_TEST}")),
+    Step("gpu tests", 30, pytest(*GPU_TESTS, "-m", "gpu and not big")),
     Step("attention", 90, bench("--part", "attention")),
     Step("rows", 50, bench("--part", "rows")),
     Step("training steps", 45, bench("--part", "steps")),
@@ -274,7 +278,7 @@ FIRST = (
 """440 s in all."""
 SECOND = (
     Step("failures alone", 30, failures),
-    Step("big tests", 20, pytest(*GPU_TESTS, "-k", BIG_TEST, workers=1)),
+    Step("big tests", 20, pytest(*GPU_TESTS, "-m", "big", workers=1)),
     Step("memcheck", 50, sanitizer("memcheck")),
     Step("racecheck", 35, sanitizer("racecheck")),
     Step("synccheck", 25, sanitizer("synccheck")),
@@ -350,19 +354,21 @@ def summary(folder: Path) -> str:
     for backend in BACKENDS:
         for dtype in verification.DTYPES:
             found = [line for line in verdicts if (line["backend"], line["dtype"]) == (backend, dtype)]
-            counted = Counter(line["outcome"] for line in found)
-            lines.append(
-                f"  {backend:<7} {dtype:<9} " + (", ".join(f"{n} {name}" for name, n in counted.items()) or "none")
-            )
+            lines.append(f"  {backend:<7} {dtype:<9} {counted(found)}")
     lines += [f"  {each['backend']} {each['case']} {each['direction']}: {each['outcome']}: {each['why']}"[:160]
               for each in verdicts if each["outcome"] in BAD][:30]  # fmt: skip
     tests = [test for test in read_lines(folder / evidence.TESTS) if test["test"] != evidence.FINISHED]
-    counted = Counter(test["outcome"] for test in tests)
-    lines.append("tests: " + (", ".join(f"{count} {outcome}" for outcome, count in counted.items()) or "none"))
+    lines.append(f"tests: {counted(tests)}")
     lines += [f"  failed: {test}"[:160] for test in failed_tests(tests)[:20]]
     if broken := broken_off(folder):
         lines.append(f"broken off: {', '.join(broken)}")
     return "\n".join([*lines, *table(read_lines(folder / ROWS))])[-11000:]
+
+
+def counted(results: Iterable[dict[str, Any]]) -> str:
+    """The number of each outcome."""
+    counts = Counter(result["outcome"] for result in results)
+    return ", ".join(f"{count} {outcome}" for outcome, count in counts.items()) or "none"
 
 
 def table(rows: Iterable[dict[str, Any]]) -> list[str]:

@@ -270,14 +270,14 @@ def chosen(
     backends: Iterable[str] = (),
     struck: Iterable[tuple[str, str, str]] = (),
 ) -> list[Task]:
-    """The tasks of the named operations (or "step") and of our named backends, without struck kernels; peers are kept."""
-    operations, backends, struck = set(operations), set(backends), {tuple(each) for each in struck}
-    unfit = {backend for _, backend, _ in struck}
+    """The tasks of the named operations (or "step"), of our named backends without struck kernels, and of peers."""
+    operations, backends, left_out = set(operations), set(backends), {tuple(each) for each in struck}
+    unfit = {backend for _, backend, _ in left_out}
 
     def wanted(task: Task) -> bool:
         ours = task.candidate.split()[1].strip(",") if task.candidate.startswith("ours ") else None
         dtype = task.key.split("|")[5]
-        if (task.op, ours, dtype) in struck or (task.op == "step" and ours in unfit):
+        if (task.op, ours, dtype) in left_out or (task.op == "step" and ours in unfit):
             return False
         return (not operations or task.op in operations) and (not backends or ours is None or ours in backends)
 

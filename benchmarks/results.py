@@ -83,9 +83,8 @@ def merge(source: Path, results: Path | None = None) -> Path:
     (folder / ENVIRONMENT).write_text(json.dumps(described, indent=2) + "\n")
     tests, smoke = read_lines(source / evidence.TESTS), read_lines(source / gpu.VERDICTS)
     if tests or smoke:
-        merged = merged_verdicts(
-            _json_list(folder / KERNELS), evidence.verdicts(tests, described, smoke, gpu.is_whole(source))
-        )
+        verdicts = evidence.verdicts(tests, described, smoke, gpu.is_whole(source))
+        merged = merged_verdicts(_json_list(folder / KERNELS), verdicts)
         (folder / KERNELS).write_text(json.dumps(merged, indent=2) + "\n")
         described_tests = evidence.summary(tests) | {"broken off": gpu.broken_off(source)}
         (folder / TEST_SUMMARY).write_text(json.dumps(described_tests, indent=2) + "\n")

@@ -72,6 +72,7 @@ def test_kernels_run_on_the_current_stream(backend):
 
 
 @KERNELS
+@pytest.mark.big
 @pytest.mark.parametrize("op", ["gelu", "softmax", "layer_norm"])
 def test_more_than_two_billion_elements(op, backend):
     require(op, backend, CUDA, torch.bfloat16)
@@ -84,6 +85,7 @@ def test_more_than_two_billion_elements(op, backend):
 
 
 @KERNELS
+@pytest.mark.big
 def test_attention_over_more_than_two_billion_elements(backend):
     require("attention", backend, CUDA, torch.bfloat16)
     batch = (1 << 17) + 1

@@ -105,7 +105,7 @@ def recorded(checkout: Path = CHECKOUT) -> list[dict[str, Any]]:
 
 
 def verification(checkout: Path = CHECKOUT) -> list[str]:
-    """One line per kernel, or per kernel and dtype where records differ: where its sources were verified, if they were."""
+    """One line per kernel, with a record one per dtype: where its current sources were verified, if they were."""
     if not (checkout / "benchmarks").is_dir():
         return ["the record of verified kernels is in the source checkout, in benchmarks/results"]
     records = recorded(checkout)

@@ -128,8 +128,8 @@ def test_a_call_ends_at_its_limit(tmp_path, capsys):
 
 
 def verdict(op, backend, dtype, outcome, direction="forward"):
-    case = f"{op}/{dtype}/12x64"
-    return dict(op=op, backend=backend, dtype=dtype, direction=direction, case=case, outcome=outcome, why="")
+    known = {"op": op, "backend": backend, "dtype": dtype, "direction": direction, "outcome": outcome}
+    return {**known, "case": f"{op}/{dtype}/12x64", "why": ""}
 
 
 def test_a_kernel_that_is_wrong_in_one_dtype_is_struck_in_that_dtype_from_later_steps(tmp_path):

@@ -85,6 +85,7 @@ def test_the_table_of_every_capability(backend, device, capability, monkeypatch)
         check_parity(OP, backend, make(torch.float16, device, 5, classes))
 
 
+@pytest.mark.big
 @pytest.mark.gpu
 def test_more_than_two_to_the_31_elements(device):
     from transformer_kernels.ops.loss import _triton as cross_entropy

@@ -61,6 +61,7 @@ def test_the_table_of_every_capability(backend, device, capability, monkeypatch)
         check_parity(OP, backend, {"x": normal(5, width, dtype=torch.float16, device=device)})
 
 
+@pytest.mark.big
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=dtype_id)
 def test_more_than_two_to_the_31_elements(device, dtype):
