@@ -229,6 +229,8 @@ def _scores(q: Tensor, k: Tensor, attn_bias: Tensor | None, scale: float | None,
     scores = scale * (q @ k.transpose(-2, -1))
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
+    if attn_bias is not None and attn_bias.dtype is torch.bool:
+        return scores.masked_fill(~attn_bias, -math.inf)
     return scores if attn_bias is None else scores + attn_bias
 
 
@@ -260,7 +262,7 @@ def attention(
         q: floating (B, Hq, Lq, D). k: (B, Hk, Lk, D), v: (B, Hk, Lk, Dv) where Hk divides Hq; Dv may differ from D.
         causal: query i sees the keys j <= i + Lk - Lq.
         key_padding_mask: bool (B, Lk), True = a real token.
-        attn_bias: added to the scores, broadcasts to (B, Hq, Lq, Lk).
+        attn_bias: added to the scores, or bool, True = visible; broadcasts to (B, Hq, Lq, Lk).
         alibi_slopes: (Hq,) or (B, Hq); -slope * |i + Lk - Lq - j| is added to the scores.
         cu_seqlens: int32 (S + 1,), offsets of S concatenated sequences (B = 1).
         cu_seqlens_k: the offsets of the keys, if they differ from those of the queries.

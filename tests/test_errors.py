@@ -65,7 +65,6 @@ TYPE_ERRORS = [
     (tk.add_layer_norm, (x, x, w), {"dropout_p": None}, "dropout_p must be a number; got NoneType"),
     (tk.attention, (q, k.half(), k), {}, "q, k and v must have one dtype; got torch.float32, torch.float16 and torch.float32"),
     (tk.attention, (q, k, k), {"key_padding_mask": mask.int()}, "key_padding_mask must be bool, True = keep; got torch.int32"),
-    (tk.attention, (q, k, k), {"attn_bias": torch.ones(5, 7).bool()}, "attn_bias is added to the scores"),
     (tk.attention, (q, k, k), {"cu_seqlens": [0, 5]}, "attention: cu_seqlens must be an int32 tensor; got list"),
     (tk.attention, (q, k, k), {"cu_seqlens": torch.tensor([0, 5])}, "attention: cu_seqlens must be an int32 tensor; got torch.int64"),
     (tk.packed_attention, (q,), {"heads": 2.0}, "packed_attention: heads must be an int; got float"),
@@ -105,6 +104,7 @@ VALUE_ERRORS = [
     (tk.attention, (q[..., :0], k[..., :0], k[..., :0]), {}, "the head dimension must be positive"),
     (tk.attention, (q, k, k), {"key_padding_mask": mask[:, :3]}, "key_padding_mask must have shape (B, Lk) (2, 7); got (2, 3)"),
     (tk.attention, (q, k, k), {"attn_bias": torch.ones(3, 7)}, "attn_bias must broadcast to (2, 4, 5, 7); got (3, 7)"),
+    (tk.attention, (q, k, k), {"attn_bias": torch.ones(3, 7).bool()}, "attn_bias must broadcast to (2, 4, 5, 7); got (3, 7)"),
     (tk.attention, (q, k, k), {"attn_bias": torch.ones(1, 1, 1, 5, 7)}, "attn_bias must broadcast to (2, 4, 5, 7); got (1, 1, 1, 5, 7)"),
     (tk.attention, (q, k, k), {"attn_bias": torch.ones(5, 7).half()}, "attn_bias must have the dtype of q (torch.float32) or torch.float32; got torch.float16"),
     (tk.attention, (q, k, k), {"dropout_p": 1.5}, "attention: dropout_p must be in [0, 1]; got 1.5"),
@@ -298,9 +298,8 @@ def test_a_head_dimension_above_the_maximum_names_who_takes_it(backend):
         (lambda x: tk.rms_norm(x, (8,), x[0, 0, 0]), r"rms_norm: .* as rms_norm\(x, weight, eps=eps\)"),
         (lambda x: tk.cross_entropy(x, x, x), r"cross_entropy: .* as cross_entropy\(logits, targets, weight=weight\)"),
         (lambda x: tk.embedding(x, x, padding_idx=0), r"embedding: .*'padding_idx'"),
-        (lambda x: tk.attention(x, x, x, attn_bias=x > 0), r"attn_bias .* bool mask: .* key_padding_mask .*, .*masked_fill"),
     ],
-    ids=["is_causal", "attn_mask", "axis", "dim", "approximate", "layer_norm", "rms_norm", "weight", "padding_idx", "bool"],
+    ids=["is_causal", "attn_mask", "axis", "dim", "approximate", "layer_norm", "rms_norm", "weight", "padding_idx"],
 )  # fmt: skip
 def test_pytorchs_spelling_is_answered_by_ours(call, message):
     with pytest.raises(TypeError, match=message):

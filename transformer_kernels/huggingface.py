@@ -130,13 +130,13 @@ def attention_forward(
             if not wanted:
                 return mixed, None
         attention_mask = attention_mask.dense()
-    padding, bias, visible = _parted(attention_mask, query.dtype)
+    padding, bias, visible = _parted(attention_mask)
     if visible:
         causal, sliding_window = False, None
     else:
         causal = _is_causal(module, is_causal)
     if position_bias is not None:
-        bias = position_bias if bias is None else bias + position_bias
+        bias = position_bias if bias is None else _added(bias, position_bias)
     bias = _typed(bias, query)
     options: dict[str, Any] = {
         "causal": causal,
@@ -161,7 +161,12 @@ def _key_bounds(bounds: Tensor, key_bounds: Tensor | None) -> Tensor | None:
 
 def _typed(bias: Tensor | None, query: Tensor) -> Tensor | None:
     """The bias in a dtype that `attention` supports."""
-    return bias if bias is None or bias.dtype is torch.float32 else bias.to(query.dtype)
+    return bias if bias is None or bias.dtype in (torch.float32, torch.bool) else bias.to(query.dtype)
+
+
+def _added(mask: Tensor, bias: Tensor) -> Tensor:
+    """The sum of a mask, bool or added to the scores, and a bias."""
+    return torch.where(mask, bias, -math.inf) if mask.dtype is torch.bool else mask + bias
 
 
 def _attention_by_pattern(
@@ -224,18 +229,15 @@ def _refuse(module: torch.nn.Module, options: dict[str, Any]) -> None:
         raise ValueError("attention: reorder_and_upcast_attn is not supported; use attn_implementation='eager'")
 
 
-def _parted(mask: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None, bool]:
-    """(keys that are real, bias of the scores, whether it already contains causality and window)."""
+def _parted(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None, bool]:
+    """(keys that are real, bias of the scores or bool mask, whether it already contains causality and window)."""
     if mask is None:
         return None, None, False
     if mask.dim() == 2:
         return mask.bool(), None, False
     if mask.dim() != 4:
         raise ValueError(f"attention: attention_mask must have 2 or 4 dimensions; got {tuple(mask.shape)}")
-    if mask.dtype is not torch.bool:
-        return None, mask, True
-    hidden = torch.zeros((), dtype=dtype, device=mask.device)
-    return None, torch.where(mask, hidden, -math.inf), True
+    return None, mask, True
 
 
 class MaskPattern(Tensor):

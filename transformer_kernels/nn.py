@@ -20,6 +20,7 @@ from transformer_kernels import ops
 from transformer_kernels.backends.dispatch import requested
 from transformer_kernels.ops import _checks
 from transformer_kernels.ops._crossovers import small_attention
+from transformer_kernels.ops._operation import is_traced
 from transformer_kernels.ops.embedding._padding import without_gradient
 
 __all__ = [
@@ -368,7 +369,7 @@ class MultiHeadAttention(_WithBackend, torch.nn.MultiheadAttention):
     def _masks(
         self, key_padding_mask: Tensor | None, attn_mask: Tensor | None, q: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
-        """torch's masks converted to those of `attention`: bool (B, S), True = real token, and a bias (B, H, L, S)."""
+        """torch's masks as those of `attention`: (B, S), True = a real token, and a bias or bool mask (B, H, L, S)."""
         real = bias = None
         if attn_mask is not None:
             bias = _as_bias("attn_mask", attn_mask, q.dtype)
@@ -379,8 +380,13 @@ class MultiHeadAttention(_WithBackend, torch.nn.MultiheadAttention):
             if key_padding_mask.dtype is torch.bool:
                 real = ~key_padding_mask
             else:
-                padding = _as_bias("key_padding_mask", key_padding_mask, q.dtype)[:, None, None, :]
-                bias = padding if bias is None else bias + padding
+                padding = _as_bias("key_padding_mask", key_padding_mask, q.dtype)
+                if (real := _shown(padding)) is None:
+                    padding = padding[:, None, None, :]
+                    if bias is None:
+                        bias = padding
+                    else:
+                        bias = torch.where(bias, padding, -math.inf) if bias.dtype is torch.bool else bias + padding
         return real, bias
 
 
@@ -527,9 +533,17 @@ def _loss_options(module: Any) -> dict[str, Any]:
 
 
 def _as_bias(name: str, mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bias added to the scores: -inf where a boolean mask is True (ignore), or the floating mask itself."""
+    """The mask of `attention`: bool, True = visible, where torch's is True to ignore, or the floating mask itself."""
     if mask.dtype is torch.bool:
-        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, -math.inf)
+        return ~mask
     if not mask.is_floating_point():
         raise TypeError(f"MultiHeadAttention: {name} must be bool, True = ignore, or floating; got {mask.dtype}")
     return mask if mask.dtype is torch.float32 else mask.to(dtype)
+
+
+def _shown(padding: Tensor) -> Tensor | None:
+    """Where a floating mask of keys on the CPU is 0, if it is 0 or -inf everywhere, as torch's encoders make it."""
+    if not padding.is_cpu or padding.requires_grad or is_traced(padding):
+        return None
+    shown = padding == 0.0
+    return shown if bool((shown | (padding == -math.inf)).all()) else None

@@ -44,6 +44,10 @@ struct AttentionCall {
   Address bias;
   bool bias_is_float32;                // else of `dtype`
   Extents<4> bias_sizes, bias_strides;  // sizes: those of the scores, or 1
+  Address mask;  // bytes, 1: visible; strides as those of the bias
+  Extents<4> mask_strides;
+  Address key_ranges;  // int32 pairs (B, Hq, Lq, 2): the first key that a query sees and the one behind the last
+  Extents<3> range_strides;  // in pairs, 0 along a broadcast axis
   Address alibi_slopes;
   Extents<2> slope_strides;                              // of batches and heads
   Address key_padding_mask, cu_seqlens, cu_seqlens_k;  // bytes (B, Lk), 1: a real token; int32 (sequences + 1)
@@ -62,7 +66,9 @@ struct AttentionCall {
     visit("statistics", statistics), visit("batch", batch), visit("heads", heads), visit("kv_heads", kv_heads);
     visit("queries", queries), visit("keys", keys), visit("width", width), visit("scale", scale), visit("left", left);
     visit("right", right), visit("softcap", softcap), visit("bias", bias), visit("bias_is_float32", bias_is_float32);
-    visit("bias_sizes", bias_sizes), visit("bias_strides", bias_strides), visit("alibi_slopes", alibi_slopes);
+    visit("bias_sizes", bias_sizes), visit("bias_strides", bias_strides), visit("mask", mask);
+    visit("mask_strides", mask_strides), visit("key_ranges", key_ranges), visit("range_strides", range_strides);
+    visit("alibi_slopes", alibi_slopes);
     visit("slope_strides", slope_strides), visit("key_padding_mask", key_padding_mask), visit("cu_seqlens", cu_seqlens);
     visit("cu_seqlens_k", cu_seqlens_k), visit("sequences", sequences), visit("angles", angles), visit("seed", seed);
     visit("dropout_p", dropout_p), visit("dout", dout), visit("dq", dq), visit("dk", dk), visit("dv", dv);

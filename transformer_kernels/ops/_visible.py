@@ -31,9 +31,16 @@ def visible_mask(scores: Scores, queries: int, keys: int, device: torch.device) 
     if scores.cu_seqlens is not None and scores.cu_seqlens_k is None:
         own = _same_sequence(scores, queries, keys)
         visible = own if visible is None else visible & own
+    others = []
     if scores.key_padding_mask is not None:
-        padding = scores.key_padding_mask[:, None, None, :]
-        visible = padding if visible is None else visible & padding
+        others.append(scores.key_padding_mask[:, None, None, :])
+    if scores.key_ranges is not None:
+        key, (first, end) = torch.arange(keys, device=device), scores.key_ranges.unsqueeze(-2).unbind(-1)
+        others.append((key >= first) & (key < end))
+    if scores.mask is not None:
+        others.append(scores.mask)
+    for mask in others:
+        visible = mask if visible is None else visible & mask
     return visible
 
 

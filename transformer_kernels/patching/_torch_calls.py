@@ -286,8 +286,6 @@ def attention(
         options = {"window": (None, queries - keys)}
     if attn_mask is not None and (padding := _padding(attn_mask, query.shape[0], keys)) is not None:
         options["key_padding_mask"] = padding
-    elif attn_mask is not None and attn_mask.dtype is torch.bool:
-        options["attn_bias"] = torch.where(attn_mask, query.new_zeros((), dtype=dtype), -math.inf)
     elif attn_mask is not None:
         options["attn_bias"] = attn_mask
     out = ops.attention(query, key, value, dropout_p=dropout_p, scale=scale, backend=backend, **options)

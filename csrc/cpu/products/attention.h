@@ -89,6 +89,19 @@ struct Block {
   int64_t all_low, all_high;         // keys that all lanes see
 };
 
+// Takes from each lane the keys outside its range; the others are positions in the span.
+template <int REGISTERS>
+inline void limit_keys(Block<REGISTERS>& block, const AttentionCall& call, const Span& span) {
+  const int64_t* stride = call.range_strides.at;
+  const int32_t first = static_cast<int32_t>(span.first_key), last = static_cast<int32_t>(span.keys);
+  for (int i = 0; i < Block<REGISTERS>::SIZE; ++i) {
+    const int32_t* range = at<int32_t>(call.key_ranges) +
+                           2 * (span.batch * stride[0] + block.head[i] * stride[1] + block.query[i] * stride[2]);
+    const int32_t from = range[0] - first, to = range[1] - first;
+    block.low[i] = smaller(last, larger(block.low[i], from)), block.high[i] = larger(0, smaller(block.high[i], to));
+  }
+}
+
 template <int REGISTERS>
 inline void set_block(Block<REGISTERS>& block, const AttentionCall& call, const Span& span, const Keys& keys,
                       int64_t first_head, int64_t first_row, int64_t rows) {
@@ -113,6 +126,7 @@ inline void set_block(Block<REGISTERS>& block, const AttentionCall& call, const 
     block.low[i] = from > 0 ? (from < last ? from : last) : 0;
     block.high[i] = to < last ? (to > 0 ? to : 0) : last;
   }
+  if (call.key_ranges) limit_keys(block, call, span);
   if (keys.rank)
     for (int i = 0; i < SIZE; ++i) block.low[i] = keys.rank[block.low[i]], block.high[i] = keys.rank[block.high[i]];
   int32_t least_low = block.low[0], most_low = least_low, least_high = block.high[0], most_high = least_high;
@@ -336,23 +350,53 @@ inline void draw_keys(const AttentionCall& call, const Dropout& dropout, int64_t
   }
 }
 
-// Scores of the packed keys [from, to) become scale * score + bias.
+// An element of a mask, which is read as what it adds to a score: 0 where it shows a key, -inf where it hides it.
+struct Shown {
+  uint8_t byte;
+};
+TK_INLINE float element(Shown x) { return x.byte ? 0.f : -INFINITY; }
+TK_INLINE Floats load(const Shown* from) {
+  typedef uint8_t Octets __attribute__((vector_size(WIDTH)));
+  Octets bytes;
+  memcpy(&bytes, from, sizeof bytes);
+  return __builtin_convertvector(bytes, Words) == 0u ? splat(-INFINITY) : splat(0.f);
+}
+TK_INLINE Floats load(const Shown* from, Part part) {
+  Shown edge[WIDTH] = {};
+  memcpy(edge, from, part.count);
+  return load(edge);
+}
+
+// What is added to scores: elements of a dtype, a broadcast axis of stride 0.
+struct Added {
+  static constexpr int64_t SHOWN = -1;  // the dtype of a mask
+  Address data;
+  const int64_t* stride;
+  int64_t dtype;
+};
+
+template <class F> TK_INLINE void by_dtype(const Added& added, const F& f) {
+  if (added.dtype == Added::SHOWN) return f(Type<Shown>{});
+  by_dtype(added.dtype, f);
+}
+
+// Scores of the packed keys [from, to) become scale * score + what is added.
 template <int REGISTERS>
-inline void add_bias(const AttentionCall& call, int64_t batch, const Keys& keys, const Block<REGISTERS>& block,
-                     float scale, int64_t from, int64_t to, float* scores) {
+inline void add_to_scores(const Added& added, int64_t batch, const Keys& keys, const Block<REGISTERS>& block,
+                          float scale, int64_t from, int64_t to, float* scores) {
   constexpr int SIZE = Block<REGISTERS>::SIZE;
-  const int64_t* stride = call.bias_strides.at;
+  const int64_t* stride = added.stride;
   const bool dense = stride[3] == 1 && !keys.position;
   const Floats factor = splat(scale);
   alignas(64) float rows[WIDTH * WIDTH], columns[WIDTH * WIDTH];
-  by_dtype(call.bias_is_float32 ? FLOAT32 : call.dtype, [&](auto type) TK_LAMBDA {
+  by_dtype(added, [&](auto type) TK_LAMBDA {
     using T = typename decltype(type)::type;
     for (int n = 0; n < REGISTERS; ++n)
       for (int64_t key = from; key < to; key += WIDTH) {
         const int64_t some = smaller(WIDTH, to - key);
         for (int lane = 0; lane < WIDTH; ++lane) {
           const int64_t head = block.head[n * WIDTH + lane], row = block.query[n * WIDTH + lane];
-          const T* bias = at<const T>(call.bias) + batch * stride[0] + head * stride[1] + row * stride[2];
+          const T* bias = at<const T>(added.data) + batch * stride[0] + head * stride[1] + row * stride[2];
           if (dense && some == WIDTH) store(rows + lane * WIDTH, load(bias + keys.first + key));
           else if (dense) store(rows + lane * WIDTH, load(bias + keys.first + key, Part{static_cast<int>(some)}));
           else for (int64_t i = 0; i < WIDTH; ++i)
@@ -400,7 +444,7 @@ inline void cap_scores(const Options& options, int64_t count, float* scores, flo
 
 // Whether anything but the scale is done to scores before their softmax.
 TK_INLINE bool adjusts_scores(const AttentionCall& call, const Options& options) {
-  return call.bias || call.alibi_slopes || options.softcap > 0.f;
+  return call.bias || call.mask || call.alibi_slopes || options.softcap > 0.f;
 }
 
 // Products of the packed keys [from, to) with a block's queries become scores: scaled, capped, with all that is added.
@@ -410,7 +454,11 @@ inline void adjust_scores(const AttentionCall& call, const Options& options, con
                           float* cap_slopes = nullptr) {
   float scale = __builtin_fabsf(options.scale);
   if (options.softcap > 0.f) cap_scores(options, (to - from) * Block<REGISTERS>::SIZE, scores, cap_slopes), scale = 1.f;
-  if (call.bias) add_bias(call, span.batch, keys, block, scale, from, to, scores), scale = 1.f;
+  const auto add = [&](const Added& added) TK_LAMBDA {
+    add_to_scores(added, span.batch, keys, block, scale, from, to, scores), scale = 1.f;
+  };
+  if (call.bias) add({call.bias, call.bias_strides.at, call.bias_is_float32 ? FLOAT32 : call.dtype});
+  if (call.mask) add({call.mask, call.mask_strides.at, Added::SHOWN});
   if (call.alibi_slopes) add_distances(call, span, keys, block, scale, from, to, scores);
 }
 

@@ -139,7 +139,7 @@ template <int M, class T> struct DecodeQueries {
 // Whether each head has one query, and neither scores nor weights are changed.
 inline bool is_decode(const AttentionCall& call, const Options& options) {
   return call.queries == 1 && call.heads <= MAX_DECODE_GROUP * call.kv_heads && !call.cu_seqlens && !call.seed &&
-         !call.k.rotated && !adjusts_scores(call, options);
+         !call.k.rotated && !adjusts_scores(call, options) && !(call.key_ranges && call.range_strides.at[1]);
 }
 
 // Calls attend() for packed keys [from, from + count) with `heads` packed rows of queries,

@@ -328,7 +328,7 @@ struct NonFinite {
   uint8_t* rows;
   bool any = false;
   NonFinite(const AttentionCall& call, int64_t key_rows)
-      : rows(smaller(call.left, call.right) < NO_LIMIT ? scratch<uint8_t>(NONFINITE, key_rows + SLACK) : nullptr) {}
+      : rows(smaller(call.left, call.right) < NO_LIMIT || call.key_ranges ? scratch<uint8_t>(NONFINITE, key_rows + SLACK) : nullptr) {}
 };
 
 // A block of queries and the state of its softmax over the packed keys [first, end) that it sees,

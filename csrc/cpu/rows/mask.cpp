@@ -124,13 +124,21 @@ template <class T> struct Mask {
 };
 
 // Marks in `columns` (keys) the keys that some row of a batch sees.
+constexpr int64_t LANES = 64;
 template <class T> void mark_columns(const Mask<T>& mask, int64_t batch, uint8_t* columns) {
   const int64_t rows = mask.heads * mask.queries;
   memset(columns, 0, mask.keys);
   for (int64_t i = 0; i < rows; ++i) {
     const T* row = mask.row(batch * rows + i);
-    for (int64_t key = 0; key < mask.keys; ++key)
-      columns[key] |= sizeof(T) == 1 ? row[key] != 0 : (row[key] & mask.magnitude) == 0;
+    int64_t key = 0;
+    for (; key + LANES <= mask.keys; key += LANES) {
+      typedef uint8_t Octets __attribute__((vector_size(LANES), aligned(1), may_alias));
+      typedef T Elements __attribute__((vector_size(LANES * sizeof(T)), aligned(1), may_alias));
+      const auto zero = (*reinterpret_cast<const Elements*>(row + key) & mask.magnitude) == T{0};
+      const Octets shown = (Octets)__builtin_convertvector(sizeof(T) == 1 ? ~zero : zero, Octets);
+      *reinterpret_cast<Octets*>(columns + key) |= shown & 1;
+    }
+    for (; key < mask.keys; ++key) columns[key] |= ((row[key] & mask.magnitude) == 0) != (sizeof(T) == 1);
   }
 }
 
@@ -149,7 +157,7 @@ Found compare_rows(const int32_t* ranges, const int32_t* counts, int64_t heads, 
                   own_end = position < 0 ? 0 : position < keys ? position : keys;
     found.exact &= counts[i] == columns_before(end) - columns_before(first);
     found.whole &= counts[i] == columns_before(keys);
-    found.causal &= end <= own_end && counts[i] == columns_before(own_end);
+    found.causal &= counts[i] == columns_before(own_end) && (end <= own_end || counts[i] == 0);
   }
   return found;
 }
@@ -174,7 +182,10 @@ void find(const Mask<T>& mask, int32_t* ranges, uint8_t* columns, int32_t* count
   for (int64_t i = 0; i < rows; ++i) {
     if (counts[i] == Seen::OTHER || (hidden[i] && summary.hidden && hidden[i] != summary.hidden)) return;
     summary.hidden = hidden[i] ? hidden[i] : summary.hidden;
-    summary.has_empty_rows |= counts[i] == 0;
+    if (counts[i] == 0) {  // where the row before it ends, so that a block of rows with it sees no more keys
+      summary.has_empty_rows = 1;
+      ranges[2 * i] = ranges[2 * i + 1] = i % mask.queries ? ranges[2 * i - 1] : 0;
+    }
     summary.has_columns |= counts[i] != ranges[2 * i + 1] - ranges[2 * i];
   }
   int32_t* rank = summary.has_columns ? scratch<int32_t>(RANKS_SLOT, mask.keys + 1) : nullptr;

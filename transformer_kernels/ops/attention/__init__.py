@@ -10,6 +10,7 @@ from torch import Tensor
 from transformer_kernels.ops import _checks, _operation
 from transformer_kernels.ops._dropout import draw_seed
 from transformer_kernels.ops.attention._sinks import WithSinks
+from transformer_kernels.ops.attention._structure import hides, understood
 from transformer_kernels.ops.attention.scores import (
     OP,
     Scores,
@@ -50,7 +51,7 @@ Into = tuple[Tensor, Tensor, Tensor]
 
 @_checks.spelled_unlike_torch(
     "F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=p, is_causal=True)",
-    "attention(q, k, v, attn_bias=bias, dropout_p=p, causal=True), with bool masks as key_padding_mask",
+    "attention(q, k, v, attn_bias=bias, dropout_p=p, causal=True)",
 )
 def attention(
     q: Tensor,
@@ -86,6 +87,9 @@ def attention(
         causal: query i sees the keys j <= i + Lk - Lq (aligned bottom-right).
         key_padding_mask: bool (B, Lk), True = a real token.
         attn_bias: added to the scores; broadcasts to (B, Hq, Lq, Lk); the dtype of q or float32. It may require grad.
+            Or bool, True = the query sees the key. On the CPU a mask of these, or of 0 and one large negative number,
+            in which the keys that a query sees are consecutive among those that padding leaves (causality, windows,
+            documents, prefixes), costs what `causal`, `window` or `cu_seqlens` cost.
         alibi_slopes: float32 (Hq,) or (B, Hq), without a gradient: -slope * |i + Lk - Lq - j| is added to the scores
             as they are computed, so no bias of that size is stored.
         cu_seqlens: int32 (S + 1,), for S sequences that are packed one after the other into the tokens of B = 1, with
@@ -133,9 +137,16 @@ def attention(
     Press, Smith, Lewis, "Train short, test long: attention with linear biases", 2022, section 3 (alibi_slopes); Gemma
     Team, "Gemma 2", 2024, section 2 (softcap); OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025 (sinks).
     """
+    key_ranges = None
+    if attn_bias is not None and cu_seqlens_k is None and all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k)):
+        alone = not causal and key_padding_mask is alibi_slopes is cu_seqlens is window is None
+        attn_bias, causal, key_padding_mask, key_ranges = understood(
+            backend, q, (*q.shape[:3], k.shape[2]), attn_bias, causal, key_padding_mask,
+            lambda hidden: alone and hides(hidden, q, k, scale, softcap),
+        )  # fmt: skip
     outputs = OPERATION.run(
         backend, q, k, v, causal, key_padding_mask, attn_bias, alibi_slopes, cu_seqlens, cu_seqlens_k,
-        window, dropout_p, scale, softcap, sinks, return_lse,
+        window, dropout_p, scale, softcap, sinks, key_ranges, return_lse,
     )  # fmt: skip
     out: Tensor = outputs if isinstance(outputs, Tensor) else outputs[0]
     out = out[..., : v.shape[3]] if v.shape[3] < out.shape[3] else out
@@ -167,8 +178,8 @@ def prepare(
 def check_devices(q: Tensor, scores: Scores, **others: Tensor) -> None:
     """All tensors of a call are on the device of q."""
     masks = (
-        scores.key_padding_mask, scores.bias, scores.alibi_slopes, scores.sinks, scores.cu_seqlens,
-        scores.cu_seqlens_k,
+        scores.key_padding_mask, scores.mask if scores.bias is None else scores.bias, scores.alibi_slopes,
+        scores.sinks, scores.cu_seqlens, scores.cu_seqlens_k,
     )  # fmt: skip
     device = q.device
     for tensor in (*others.values(), *masks):
@@ -227,7 +238,7 @@ OPERATION = _operation.Operation(
     AttentionCall,
     prepare=prepare,
     options="causal key_padding_mask attn_bias alibi_slopes cu_seqlens cu_seqlens_k window dropout_p scale "
-    "softcap sinks return_lse",
+    "softcap sinks key_ranges return_lse",
     result=AttentionResult,
     public=2,
     all_outputs_if="return_lse",

@@ -31,6 +31,10 @@ def beyond(call: AttentionCall) -> str | None:
     """Why the GPU kernels do not support the call, or None."""
     if call.scores.cu_seqlens_k is not None:
         return "it does not support keys packed differently from the queries (cu_seqlens_k); use backend='torch'"
+    if call.scores.mask is not None:
+        return "it does not support a bool attn_bias; use backend='torch'"
+    if call.scores.key_ranges is not None:
+        return "it does not support ranges of keys; use backend='torch'"
     if call.scores.alibi_slopes is not None and call.scores.bias is not None:
         return "it supports alibi_slopes or attn_bias, not both; use backend='torch'"
     if max(call.q.shape[2], call.k.shape[2]) > MAXIMUM_LENGTH:

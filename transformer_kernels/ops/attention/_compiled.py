@@ -35,7 +35,7 @@ Strides = tuple[int, ...]
 
 NO_VIEW, NO_ANGLES = (0, 0, 0, 0), (0, 0, 0, 0, False)
 NO_BIAS = (1, 1, 1, 1), (0, 0, 0, 0)
-NO_OPTIONS = (None,) * 5
+NO_OPTIONS = (None,) * 7
 NO_SUMS = {"dlse": 0, "dbias": 0, "delta": 0}
 
 
@@ -59,6 +59,9 @@ class Attention(Bound):
         sizes, strides = NO_BIAS if bias is None else (tuple(bias.shape), broadcast_strides(bias))
         self._biased: dict[str, Any] = {"bias_is_float32": bias is not None and bias.dtype is torch.float32}
         self._biased |= {"bias_sizes": sizes, "bias_strides": strides}
+        mask, ranges = scores.mask, scores.key_ranges
+        self._biased["mask_strides"] = (0, 0, 0, 0) if mask is None else broadcast_strides(mask)
+        self._biased["range_strides"] = (0, 0, 0) if ranges is None else _range_strides(ranges)
         self._slopes = (0, 0) if slopes is None else broadcast_strides(slopes)[:2]
         self._plain = not any(isinstance(each, Tensor) for each in scores)
         self._sequences = 0 if starts is None else len(starts) - 1
@@ -168,8 +171,8 @@ class Attention(Bound):
         """The tensors beside q, k and v, in the order of csrc/calls/attention.h."""
         if self._plain and angles is None:
             return NO_OPTIONS
-        _, _, _, _, bias, slopes, _, padding, starts, starts_k = scores
-        options = bias, slopes, padding, starts, starts if starts_k is None else starts_k
+        _, _, _, _, bias, mask, ranges, slopes, _, padding, starts, starts_k = scores
+        options = bias, mask, ranges, slopes, padding, starts, starts if starts_k is None else starts_k
         return options if angles is None else (*options, angles.cos, angles.sin)
 
     def _run_backward(
@@ -272,6 +275,11 @@ def _unsupported_on_gpu(call: AttentionCall) -> str | None:
                 "bfloat16, or backend='torch'"
             )
     return None
+
+
+def _range_strides(ranges: Tensor) -> tuple[int, ...]:
+    """The strides of contiguous ranges (B, Hq, Lq, 2) in pairs, 0 along broadcast axes."""
+    return tuple(stride // 2 for stride in broadcast_strides(ranges)[:3])
 
 
 def _output_memory(x: Tensor) -> Memory:

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from transformer_kernels.backends.dispatch import requested
+from transformer_kernels.ops._checks import PLAIN
 from transformer_kernels.ops._dropout import compiled
-from transformer_kernels.ops._operation import is_traced
+from transformer_kernels.ops._operation import autocast_dtype, is_traced
 
 Shape = tuple[int, int, int, int]
 """(B, H, Lq, Lk)."""
@@ -45,6 +48,9 @@ class Structure(NamedTuple):
 
 MAX_MASKS = 256
 """Structures that are remembered; above this all are dropped."""
+
+MIN_SCORES = 4096
+"""Scores of a head from which a call reads its mask."""
 
 LOG_OF_SMALLEST = -104.0
 """exp of less is 0 in float32."""
@@ -89,14 +95,58 @@ def _remember(key: Any, found: tuple[StorageWeakRef, int, Structure | None]) -> 
     _remembered[key] = found
 
 
-def hides(structure: Structure, q: Tensor, k: Tensor, scale: float, softcap: float = 0.0) -> bool:
-    """Whether the weights of hidden keys are exactly 0 for these queries and keys, as they are with -inf."""
-    if structure.hidden == -math.inf:
-        return True
-    largest = abs(scale) * q.shape[-1] * float(q.detach().abs().amax()) * float(k.detach().abs().amax())
-    if softcap > 0.0:
+def hides(hidden: float, q: Tensor, k: Tensor, scale: float | None, softcap: float | None) -> bool:
+    """Whether a number that is added to scores makes their weights exactly 0 for these operands, as -inf does."""
+    width = q.shape[-1]
+    factor = width**-0.5 if scale is None else abs(scale)
+    largest = factor * width * _largest(q) * _largest(k)
+    if softcap is not None:
         largest = min(largest, softcap)
-    return 2.0 * largest + structure.hidden < LOG_OF_SMALLEST  # False for NaN
+    return 2.0 * largest + hidden < LOG_OF_SMALLEST  # False for NaN
+
+
+def _largest(x: Tensor) -> float:
+    """The largest magnitude; NaN where there is one."""
+    lowest, highest = x.detach().aminmax()
+    return max(-float(lowest), float(highest))
+
+
+def understood(
+    backend: str | None,
+    q: Tensor,
+    shape: Shape,
+    attn_bias: Tensor,
+    causal: bool,
+    key_padding_mask: Tensor | None,
+    is_hidden_by: Callable[[float], bool],
+) -> tuple[Tensor | None, bool, Tensor | None, Tensor | None]:
+    """`attn_bias`, `causal`, `key_padding_mask` and the ranges of keys of a call, whose mask is recognised.
+
+    They stay as they are where it is not and where they are invalid; kernels of a GPU receive a bool mask as a bias.
+    `is_hidden_by` says whether a number that the mask adds hides a key exactly.
+    """
+    given, named = (attn_bias, causal, key_padding_mask, None), requested(backend)
+    if type(attn_bias) not in PLAIN or type(q) not in PLAIN or not _broadcasts(attn_bias, shape):
+        return given
+    if attn_bias.dtype is torch.bool and (named in ("triton", "cuda") or not q.is_cpu):
+        shown = torch.zeros((), dtype=autocast_dtype(q) or q.dtype, device=attn_bias.device)
+        return torch.where(attn_bias, shown, -math.inf), causal, key_padding_mask, None
+    if named not in ("auto", "cpu") or shape[2] * shape[3] < MIN_SCORES:
+        return given
+    structure = structure_of(attn_bias, shape)
+    if structure is None or not (structure.hidden == -math.inf or is_hidden_by(structure.hidden)):
+        return given
+    padding = structure.key_padding_mask
+    if padding is not None and key_padding_mask is not None:
+        if key_padding_mask.shape != padding.shape or key_padding_mask.dtype is not torch.bool:
+            return given
+        padding = padding & key_padding_mask
+    return None, causal or structure.causal, key_padding_mask if padding is None else padding, structure.key_ranges
+
+
+def _broadcasts(mask: Tensor, shape: Shape) -> bool:
+    sizes = zip(reversed(mask.shape), reversed(shape), strict=False)
+    return mask.dim() <= 4 and all(size in (1, full) for size, full in sizes)
 
 
 def _read(mask: Tensor, shape: Shape) -> Structure | None:

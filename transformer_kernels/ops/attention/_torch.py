@@ -95,9 +95,17 @@ def _within(span: slice, keys: slice, call: AttentionCall) -> AttentionCall:
     """The call restricted to one sequence."""
     q, k, v = call.q[:, :, span], call.k[:, :, keys], call.v[:, :, keys]
     padding, bias = call.scores.key_padding_mask, call.scores.bias
-    padding = None if padding is None else padding[:, keys]
-    bias = None if bias is None else _bias_of(span, keys, bias)
-    scores = call.scores._replace(key_padding_mask=padding, bias=bias, cu_seqlens=None, cu_seqlens_k=None)
+    mask, ranges = call.scores.mask, call.scores.key_ranges
+    if ranges is not None:
+        ranges = (ranges if ranges.shape[2] == 1 else ranges[:, :, span]) - keys.start
+    scores = call.scores._replace(
+        key_padding_mask=None if padding is None else padding[:, keys],
+        bias=None if bias is None else _bias_of(span, keys, bias),
+        mask=None if mask is None else _bias_of(span, keys, mask),
+        key_ranges=ranges,
+        cu_seqlens=None,
+        cu_seqlens_k=None,
+    )
     return call._replace(q=q, k=k, v=v, scores=scores)
 
 
@@ -226,7 +234,8 @@ def _fused_mask(call: AttentionCall) -> tuple[Tensor | None, bool]:
     `is_causal` aligns top-left, and on the CPU multiplies -inf by the scale: NaN unless the scale is positive.
     """
     q, scores, attn_bias = call.q, call.scores, call.scores.bias
-    only_causal = scores.causal and not scores.windowed and scores.key_padding_mask is None and attn_bias is None
+    others = scores.key_padding_mask, attn_bias, scores.mask, scores.key_ranges
+    only_causal = scores.causal and not scores.windowed and all(other is None for other in others)
     if only_causal and q.shape[2] == call.k.shape[2] and scores.scale > 0.0:
         return None, True
     if attn_bias is not None and q.dtype is torch.float64:

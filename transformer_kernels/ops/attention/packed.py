@@ -15,6 +15,7 @@ from transformer_kernels.ops._operation import Grads, Wanted
 from transformer_kernels.ops.attention import AttentionCall, AttentionResult, check_devices
 from transformer_kernels.ops.attention._common import Angles
 from transformer_kernels.ops.attention._sinks import WithSinks
+from transformer_kernels.ops.attention._structure import understood
 from transformer_kernels.ops.attention.scores import (
     Scores,
     Window,
@@ -92,9 +93,15 @@ def packed_attention(
 
     Vaswani et al., "Attention Is All You Need", 2017, equation 1; Dao, "FlashAttention-2", 2023, algorithms 1 and 2.
     """
+    key_ranges = None
+    if attn_bias is not None and isinstance(qkv, Tensor) and qkv.dim() == 4:
+        shape = qkv.shape[0], heads, qkv.shape[1], qkv.shape[1]
+        attn_bias, causal, key_padding_mask, key_ranges = understood(
+            backend, qkv, shape, attn_bias, causal, key_padding_mask, lambda hidden: False
+        )
     return OPERATION.run(
         backend, qkv, heads, causal, key_padding_mask, attn_bias, alibi_slopes, cu_seqlens, cos, sin,
-        interleaved, window, dropout_p, scale, softcap, sinks,
+        interleaved, window, dropout_p, scale, softcap, sinks, key_ranges,
     )  # fmt: skip
 
 
@@ -240,7 +247,7 @@ OPERATION = _operation.Operation(
     PackedAttentionCall,
     prepare=prepare,
     options="heads causal key_padding_mask attn_bias alibi_slopes cu_seqlens cos sin interleaved window dropout_p "
-    "scale softcap sinks",
+    "scale softcap sinks key_ranges",
     result=AttentionResult,
     fake=_fake,
     differentiable=("qkv", "scores.bias", "scores.sinks"),

@@ -28,6 +28,8 @@ class Scores(NamedTuple):
     right: int  # keys after it; causal is right = 0
     softcap: float  # 0.0: none
     bias: Tensor | None  # four axes that broadcast to (B, Hq, Lq, Lk), the last one contiguous or broadcast
+    mask: Tensor | None  # bool, True = visible; axes as those of the bias
+    key_ranges: Tensor | None  # int32 (1 or B, 1 or Hq, 1 or Lq, 2), the first visible key and the one behind the last
     alibi_slopes: Tensor | None  # (1 or B, Hq, 1, 1)
     sinks: Tensor | None  # (Hq,), logits that join the denominator of softmax
     key_padding_mask: Tensor | None  # (B, Lk)
@@ -60,8 +62,12 @@ def checked_scores(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    key_ranges: Tensor | None = None,
 ) -> Scores:
-    """The validated record of a call with queries (B, ..., Lq, D), of so many heads, and keys (B, ..., Lk, D)."""
+    """The validated record of a call with queries (B, ..., Lq, D), of so many heads, and keys (B, ..., Lk, D).
+
+    `key_ranges` is ours: what a mask was recognised as.
+    """
     _checks.flag(OP, "causal", causal)
     _checks.window(OP, window)
     if scale is None:
@@ -73,8 +79,11 @@ def checked_scores(
         _checks.positive(OP, "softcap", softcap)
     if key_padding_mask is not None:
         key_padding_mask = _checked_padding(key_padding_mask, k)
+    mask = None
     if attn_bias is not None:
         attn_bias = _checked_bias(attn_bias, q, (q.shape[0], heads, q.shape[2], k.shape[2]))
+        if attn_bias.dtype is torch.bool:
+            mask, attn_bias = attn_bias, None
     if alibi_slopes is not None:
         alibi_slopes = _checked_slopes(alibi_slopes, q.shape[0], heads)
     if sinks is not None:
@@ -86,7 +95,7 @@ def checked_scores(
     left, right = reach(causal, window)
     return Scores(
         0.0 + float(scale), left, right, 0.0 if softcap is None else float(softcap),
-        attn_bias, alibi_slopes, sinks, key_padding_mask, cu_seqlens, cu_seqlens_k,
+        attn_bias, mask, key_ranges, alibi_slopes, sinks, key_padding_mask, cu_seqlens, cu_seqlens_k,
     )  # fmt: skip
 
 
@@ -111,14 +120,10 @@ def _checked_padding(mask: Tensor, k: Tensor) -> Tensor:
 
 def _checked_bias(bias: Tensor, q: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
     """The bias with four axes, its last one contiguous or broadcast."""
-    if isinstance(bias, Tensor) and bias.dtype is torch.bool:
-        raise TypeError(
-            f"{OP}: attn_bias is added to the scores, so it must be floating; got a bool mask: give one of keys as"
-            " key_padding_mask (B, Lk), any other as torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)"
-        )
-    _checks.tensor(OP, "attn_bias", bias)
+    is_mask = isinstance(bias, Tensor) and bias.dtype is torch.bool
+    _checks.boolean_mask(OP, "attn_bias", bias) if is_mask else _checks.tensor(OP, "attn_bias", bias)
     _checks.broadcasts_to(OP, "attn_bias", bias, shape)
-    if bias.dtype is not q.dtype and bias.dtype is not torch.float32:
+    if not is_mask and bias.dtype is not q.dtype and bias.dtype is not torch.float32:
         if _operation.autocast_dtype(q) is None:
             raise ValueError(f"{OP}: attn_bias must have the dtype of q ({q.dtype}) or torch.float32; got {bias.dtype}")
         bias = bias.to(q.dtype)
