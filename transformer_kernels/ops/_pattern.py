@@ -119,6 +119,13 @@ class Match(Protocol):
 
     root: Any
     bound: dict[str, Any]
+    trains: bool
+    """Whether autograd records the graph."""
+    is_auto: bool
+    """Whether the fastest is wanted, and not a named backend."""
+
+    def has_kernel(self, *dtypes: torch.dtype) -> bool:
+        """Whether the backend computes in all of these dtypes."""
 
     def fake(self, name: str) -> Any:
         """The tensor without values that is bound to a name."""
@@ -132,10 +139,6 @@ class Match(Protocol):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the result."""
-
-    @property
-    def trains(self) -> bool:
-        """Whether autograd records the graph."""
 
 
 class Prepared(NamedTuple):
@@ -186,6 +189,4 @@ class Pattern(NamedTuple):
 def result_dtype(match: Match, name: str) -> torch.dtype | None:
     """The dtype in which an operation of the input `name` computes so that its result loses nothing; None: none."""
     given, wanted = match.fake(name).dtype, match.dtype
-    if given not in FLOATING or wanted not in FLOATING:
-        return None
-    return torch.promote_types(given, wanted)
+    return torch.promote_types(given, wanted) if match.has_kernel(given, wanted) else None

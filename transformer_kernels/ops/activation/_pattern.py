@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from transformer_kernels.ops import activation
-from transformer_kernels.ops._pattern import FLOATING, Call, Either, Input, Match, Option, Pattern, Replacement, Term
+from transformer_kernels.ops._pattern import Call, Either, Input, Match, Option, Pattern, Replacement, Term
 
 X = Input("x")
 CUBE = Call("cube", X) | (Call("square", X) * X)
@@ -27,35 +27,37 @@ ANGLE = (
 )
 
 
-def _half_of(bracket: Term) -> Either:
-    """x / 2 times a bracket, in every order."""
-    return (_scaled(0.5, X) * bracket) | _scaled(0.5, X * bracket) | (X * _scaled(0.5, bracket))
+def _half_of(function: Term) -> Either:
+    """x / 2 * (1 + function), in every order."""
+    bracket = Call("add", function, 1.0)
+    halved = _scaled(0.5, bracket) | Call("add", _scaled(0.5, function), 0.5)
+    return (_scaled(0.5, X) * bracket) | _scaled(0.5, X * bracket) | (X * halved)
 
 
-GELU_TANH = _half_of(Call("add", Call("tanh", ANGLE), 1.0)) | (X * Call("sigmoid", _scaled(2.0, ANGLE)))
-GELU_ERF = _half_of(Call("add", Call("erf", _scaled(math.sqrt(0.5), X)), 1.0))
+GELU_TANH = _half_of(Call("tanh", ANGLE)) | (X * Call("sigmoid", _scaled(2.0, ANGLE)))
+GELU_ERF = _half_of(Call("erf", _scaled(math.sqrt(0.5), X)))
 GELU_CALL = Call("gelu", X, Option("approximate"))
 SILU = Call("silu", Input("gate")) | (Input("gate") * Call("sigmoid", Input("gate")))
 SWIGLU = SILU * Input("up")
 GEGLU = Call("gelu", Input("gate"), Option("approximate")) * Input("up")
 
 
-def gelu(x: Tensor, approximate: str) -> Tensor:
-    return activation.gelu(x, approximate=approximate)
+def gelu(x: Tensor, approximate: str, backend: str | None = None) -> Tensor:
+    return activation.gelu(x, approximate=approximate, backend=backend)
 
 
-def geglu(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
-    return activation.geglu(gate, up, approximate=approximate)
+def geglu(gate: Tensor, up: Tensor, approximate: str, backend: str | None = None) -> Tensor:
+    return activation.geglu(gate, up, approximate=approximate, backend=backend)
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return activation.swiglu(gate, up)
+def swiglu(gate: Tensor, up: Tensor, backend: str | None = None) -> Tensor:
+    return activation.swiglu(gate, up, backend=backend)
 
 
 def _gelu(approximate: str | None) -> Any:
     def replace(match: Match) -> Replacement | str:
         kind = match.bound["approximate"] if approximate is None else approximate
-        if not match.fake("x").dtype is match.dtype or match.dtype not in FLOATING:
+        if not match.fake("x").dtype is match.dtype or not match.has_kernel(match.dtype):
             return "the dtypes differ"
         return Replacement(gelu, (match.bound["x"], kind), expression=("gelu", match.bound["x"], kind))
 
@@ -64,7 +66,7 @@ def _gelu(approximate: str | None) -> Any:
 
 def _gate(match: Match) -> str | None:
     gate, up = match.fake("gate"), match.fake("up")
-    if not gate.dtype is up.dtype is match.dtype or match.dtype not in FLOATING:
+    if not gate.dtype is up.dtype is match.dtype or not match.has_kernel(match.dtype):
         return "the dtypes differ"
     return None if str(gate.shape) == str(up.shape) else "a factor broadcasts"
 

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformer_kernels.ops.attention import attention
 from transformer_kernels.ops._crossovers import crossover
 from transformer_kernels.ops._pattern import (
-    FLOATING, HOLE, Call, Input, Match, Number, Option, Pattern, Prepared, Replacement, Steps, Term, maybe,
+    HOLE, Call, Input, Match, Number, Option, Pattern, Prepared, Replacement, Steps, Term, maybe,
 )  # fmt: skip
 
 LARGE = -1e4
@@ -151,7 +151,8 @@ class Fused(NamedTuple):
     dtype: torch.dtype
     small: bool
 
-    def __call__(self, q: Tensor, kt: Tensor, v: Tensor, p: float = 0.0, known: Known | None = None) -> Tensor:
+    def __call__(self, q: Tensor, kt: Tensor, v: Tensor, p: float = 0.0, known: Known | None = None,
+        backend: str | None = None) -> Tensor:
         k, dims = kt.transpose(-1, -2), q.dim()
         options: dict[str, Any] = {}
         if known is not None:
@@ -167,7 +168,7 @@ class Fused(NamedTuple):
         if self.small and not p:
             out = _by_torch(q, k, v, self.scale, options)
         else:
-            out = attention(q, k, v, scale=self.scale, dropout_p=p, **options)  # type: ignore[assignment]
+            out = attention(q, k, v, scale=self.scale, dropout_p=p, backend=backend, **options)  # type: ignore[assignment]
         out = out[:, 0] if dims == 3 else out
         return out if out.dtype is self.dtype else out.to(self.dtype)
 
@@ -193,7 +194,7 @@ def _replace(match: Match) -> Replacement | str:
     q, kt, v = match.fake("q"), match.fake("kt"), match.fake("v")
     if not q.dim() == kt.dim() == v.dim() or q.dim() not in (3, 4):
         return "query, key and value do not have three or four axes"
-    if not q.dtype is kt.dtype or q.dtype not in FLOATING or v.dtype not in FLOATING or match.dtype not in FLOATING:
+    if not q.dtype is kt.dtype or not match.has_kernel(q.dtype, v.dtype, match.dtype):
         return "its dtype has no kernel"
     if not isinstance(q.shape[-1], int) or not _same(q.shape[-1], kt.shape[-2]):
         return "the head dimension is not known"
@@ -216,7 +217,7 @@ def _replace(match: Match) -> Replacement | str:
     forward, _ = crossover("attention", q.dtype.itemsize)
     elements = match.size(*q.shape[:-1], kt.shape[-1])
     scale = math.prod(step.number for step in steps if step.kind == "scale")
-    small = not match.trains and elements < forward and q.is_cpu
+    small = match.is_auto and not match.trains and elements < forward and q.is_cpu
     fused = Fused(tuple(steps), scale, match.dtype, small)
     values: tuple[Any, ...] = (bound["q"], bound["kt"], bound["v"], bound.get("p", 0.0))
     if masks:

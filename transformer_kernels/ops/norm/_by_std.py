@@ -47,7 +47,9 @@ class _StdNorm(torch.autograd.Function):
         return dx, dweight, dbias, None, None
 
 
-def std_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, correction: int) -> Tensor:
+def std_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, correction: int, backend: str | None = None
+) -> Tensor:
     """(x - mean(x)) / (std(x) + eps) * weight + bias over the last axis.
 
     Args:
@@ -55,6 +57,7 @@ def std_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, 
         weight, bias: (N,) or None.
         eps: added to the standard deviation.
         correction: the standard deviation divides by N - correction.
+        backend: not used; PyTorch's kernel computes it in all of them.
     """
     result: Tensor = _StdNorm.apply(x, weight, bias, eps, correction)
     return result

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from transformer_kernels.ops import norm
 from transformer_kernels.ops._pattern import (
-    FLOATING, As, Call, Input, Match, Number, Option, Pattern, Replacement, maybe, result_dtype,
+    As, Call, Input, Match, Number, Option, Pattern, Replacement, maybe, result_dtype,
 )  # fmt: skip
 from transformer_kernels.ops.norm._by_std import std_norm
 
@@ -17,7 +17,7 @@ X, WEIGHT, BIAS = Input("x"), Input("weight", dims=1), Input("bias", dims=1)
 MEAN = Call("mean", X)
 CENTRED = X - MEAN
 MEAN_SQUARE = Call("mean", Call("square", X))
-VARIANCE = Call("var", X, 0) | Call("mean", Call("square", CENTRED)) | (MEAN_SQUARE - Call("square", MEAN))
+VARIANCE = Call("var", X, 0) | Call("square", Call("std", X, 0)) | Call("mean", Call("square", CENTRED)) | (MEAN_SQUARE - Call("square", MEAN))
 EPS = Number("eps", least=1e-30, symbolic=True)
 
 LAYER_NORM = maybe(lambda y: y + BIAS, maybe(lambda y: y * WEIGHT, CENTRED * Call("rsqrt", VARIANCE + EPS)))
@@ -35,30 +35,32 @@ ADD_LAYER_NORM = Call("layer_norm", STREAM, Option("weight"), Option("bias"), Op
 ADD_RMS_NORM = Call("rms_norm", STREAM, Option("weight"), Option("eps"))
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    return norm.layer_norm(x, weight, bias, eps=eps)
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, backend: str | None = None) -> Tensor:
+    return norm.layer_norm(x, weight, bias, eps=eps, backend=backend)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return norm.rms_norm(x, weight, eps=eps)
+def rms_norm(x: Tensor, weight: Tensor, eps: float, backend: str | None = None) -> Tensor:
+    return norm.rms_norm(x, weight, eps=eps, backend=backend)
 
 
-def layer_norm_as(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
-    return norm.layer_norm(x.to(dtype), weight, bias, eps=eps)
+def layer_norm_as(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype, backend: str | None = None) -> Tensor:
+    return norm.layer_norm(x.to(dtype), weight, bias, eps=eps, backend=backend)
 
 
-def rms_norm_as(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    return norm.rms_norm(x.to(dtype), weight, eps=eps)
+def rms_norm_as(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, backend: str | None = None) -> Tensor:
+    return norm.rms_norm(x.to(dtype), weight, eps=eps, backend=backend)
 
 
 def add_layer_norm(
-    branch: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, p: float
+    branch: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, p: float, backend: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    return norm.add_layer_norm(branch, residual, weight, bias, eps=eps, dropout_p=p)
+    return norm.add_layer_norm(branch, residual, weight, bias, eps=eps, dropout_p=p, backend=backend)
 
 
-def add_rms_norm(branch: Tensor, residual: Tensor, weight: Tensor, eps: float, p: float) -> tuple[Tensor, Tensor]:
-    return norm.add_rms_norm(branch, residual, weight, eps=eps, dropout_p=p)
+def add_rms_norm(
+    branch: Tensor, residual: Tensor, weight: Tensor, eps: float, p: float, backend: str | None = None
+) -> tuple[Tensor, Tensor]:
+    return norm.add_rms_norm(branch, residual, weight, eps=eps, dropout_p=p, backend=backend)
 
 
 def _unfit(match: Match, *names: str) -> str | None:
@@ -115,8 +117,8 @@ def _std_norm(match: Match) -> Replacement | str:
     bound = match.bound
     if (reason := _unfit(match, "weight", "bias")) is not None:
         return reason
-    if not match.fake("x").dtype is match.dtype is torch.float32:
-        return "a norm by the standard deviation has a kernel for float32 only"
+    if not match.fake("x").dtype is match.dtype or match.dtype not in (torch.float32, torch.float64):
+        return "a norm by the standard deviation is computed in float32 only"
     if not isinstance(match.fake("x").shape[-1], int) or match.fake("x").shape[-1] < 2:
         return "its rows have one column"
     values = (bound["x"], bound.get("weight"), bound.get("bias"), bound["eps"], bound["correction"])
@@ -125,7 +127,7 @@ def _std_norm(match: Match) -> Replacement | str:
 
 def _residual(match: Match, *names: str) -> str | None:
     bound, branch, residual, summed = match.bound, match.fake("branch"), match.fake("residual"), match.fake("summed")
-    if not branch.dtype is residual.dtype is summed.dtype is match.dtype or match.dtype not in FLOATING:
+    if not branch.dtype is residual.dtype is summed.dtype is match.dtype or not match.has_kernel(match.dtype):
         return "the dtypes differ"
     if not all(str(each.shape) == str(summed.shape) for each in (branch, residual)):
         return "a summand broadcasts"

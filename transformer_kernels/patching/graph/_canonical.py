@@ -141,10 +141,21 @@ def _last(dim: Any, x: Any) -> bool:
 def _mul(c: Canonical, node: fx.Node, a: Any, b: Any) -> Expr | None:
     for x, y in ((a, b), (b, a)):
         if (factor := c.number(y)) is not None:
-            return Expr("mul", (x, factor))
+            return _mean_of_sum(c, x, factor) or Expr("mul", (x, factor))
     if a is b:
         return Expr("square", (a,))
     return Expr("mul", (a, b)) if is_tensor(a) and is_tensor(b) else None
+
+
+def _mean_of_sum(c: Canonical, x: Any, factor: float) -> Expr | None:
+    """sum(x) / n over rows of n elements."""
+    inner = c.of(x) if isinstance(x, fx.Node) else OPAQUE
+    if inner.op not in ("sum", "sum_flat"):
+        return None
+    width = fake(inner.args[0]).shape[-1]
+    if not isinstance(width, int) or abs(factor * width - 1.0) > 1e-6:
+        return None
+    return Expr("mean" if inner.op == "sum" else "mean_flat", inner.args, (x,))
 
 
 def _div(c: Canonical, node: fx.Node, a: Any, b: Any, rounding_mode: Any = None) -> Expr | None:
@@ -153,7 +164,7 @@ def _div(c: Canonical, node: fx.Node, a: Any, b: Any, rounding_mode: Any = None)
     if (divisor := c.number(b)) is not None:
         if divisor == 0 or not fake(node).dtype.is_floating_point:
             return None
-        return Expr("mul", (a, 1.0 / divisor))
+        return _mean_of_sum(c, a, 1.0 / divisor) or Expr("mul", (a, 1.0 / divisor))
     if not is_tensor(b):
         return None
     root = c.of(b)
@@ -192,6 +203,10 @@ def _pow(c: Canonical, node: fx.Node, a: Any, b: Any) -> Expr | None:
     return Expr(name, (a,)) if name is not None and is_tensor(a) else None
 
 
+def _square(c: Canonical, node: fx.Node, a: Any) -> Expr | None:
+    return Expr("square", (a,))
+
+
 def _reciprocal(c: Canonical, node: fx.Node, a: Any) -> Expr | None:
     root = c.of(a)
     return Expr("rsqrt", root.args, (a,)) if root.op == "sqrt" else Expr("div", (1, a))
@@ -217,10 +232,17 @@ def _einsum(c: Canonical, node: fx.Node, equation: Any, *operands: Any) -> Expr 
     """A batched product, as matmul of permuted operands."""
     if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
         operands = tuple(operands[0])
-    if not isinstance(equation, str) or len(operands) != 2 or "." in equation or "->" not in equation:
+    if not isinstance(equation, str) or len(operands) != 2 or equation.count("->") != 1:
         return None
     inputs, output = equation.replace(" ", "").split("->")
+    if inputs.count(",") != 1:
+        return None
     left, right = inputs.split(",")
+    if "." in equation:
+        extra = [fake(x).dim() - len(labels.replace("...", "")) for x, labels in zip(operands, (left, right), strict=True)]
+        if not all("..." in labels for labels in (left, right, output)) or extra[0] != extra[1]:
+            return None
+        left, right, output = (labels.replace("...", "\x01\x02\x03\x04"[: extra[0]]) for labels in (left, right, output))
     if any(len(set(labels)) != len(labels) for labels in (left, right, output)):
         return None
     batch = [label for label in left if label in right and label in output]
@@ -315,6 +337,16 @@ def _mean(c: Canonical, node: fx.Node, input: Any, dim: Any = None, keepdim: Any
     return Expr("mean" if keepdim else "mean_flat", (input,)) if dim is not None and _last(dim, input) else None
 
 
+def _sum(c: Canonical, node: fx.Node, input: Any, dim: Any = None, keepdim: Any = False, dtype: Any = None) -> Any:
+    return Expr("sum" if keepdim else "sum_flat", (input,)) if dim is not None and _last(dim, input) else None
+
+
+def _var_mean(c: Canonical, node: fx.Node, input: Any, dim: Any = None, unbiased: Any = True, keepdim: Any = False,
+    correction: Any = None) -> Expr | None:  # fmt: skip
+    variance = _moment("var")(c, node, input, dim, unbiased, keepdim, correction)
+    return None if variance is None else Expr("var_mean", variance.args)
+
+
 def _moment(name: str) -> Callable[..., Expr | None]:
     def rule(
         c: Canonical, node: fx.Node, input: Any, dim: Any = None, unbiased: Any = True, keepdim: Any = False,
@@ -331,7 +363,7 @@ def _moment(name: str) -> Callable[..., Expr | None]:
 def _unsqueeze(c: Canonical, node: fx.Node, input: Any, dim: Any) -> Expr | None:
     inner = c.of(input) if isinstance(input, fx.Node) else OPAQUE
     if inner.op == "mean_flat" and dim in (-1, fake(node).dim() - 1):
-        return Expr("mean", inner.args, (input,))
+        return Expr("mean", inner.args, (input, *inner.via))
     return None
 
 
@@ -390,8 +422,12 @@ def _cat(c: Canonical, node: fx.Node, tensors: Any, dim: Any = 0) -> Expr | None
 
 def _getitem(c: Canonical, node: fx.Node, input: Any, index: Any) -> Expr | None:
     """Halves and interleaved columns of the last axis."""
+    inner = c.of(input) if isinstance(input, fx.Node) else OPAQUE
+    if inner.op == "var_mean":
+        return Expr("var", inner.args, (input,)) if index == 0 else Expr("mean", inner.args[:1], (input,))
+    if inner.op == "mean_flat" and index in ((Ellipsis, None), (*(slice(None),) * fake(input).dim(), None)):
+        return Expr("mean", inner.args, (input, *inner.via))
     if not is_tensor(input) or not isinstance(index, tuple) or Ellipsis not in index[:1]:
-        inner = c.of(input) if isinstance(input, fx.Node) else OPAQUE
         return Expr("half", (inner.args[0], index), (input,)) if inner.op == "halves" and index in (0, 1) else None
     width = fake(input).shape[-1]
     if len(index) != 2 or not isinstance(index[1], slice) or not isinstance(width, int):
@@ -453,6 +489,8 @@ def _rules() -> dict[str, Rule]:
     rules["permute"] = (tuple(f"d{i}" for i in range(8)), lambda c, node, d0, **k: _permute(c, node, d0, *k.values()))
     rule("getattr", "input name", _getattr)
     rule("mean", "input dim keepdim", _mean)
+    rule("sum", "input dim keepdim", _sum)
+    rule("var_mean", "input dim unbiased keepdim", _var_mean)
     rule("var", "input dim unbiased keepdim", _moment("var"))
     rule("std", "input dim unbiased keepdim", _moment("std"))
     rule("unsqueeze", "input dim", _unsqueeze)

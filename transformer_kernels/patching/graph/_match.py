@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from transformer_kernels.ops._pattern import HOLE, As, Call, Either, Input, Number, Option, Steps, Term
+from transformer_kernels.ops._pattern import FLOATING, HOLE, As, Call, Either, Input, Number, Option, Steps, Term
 from transformer_kernels.patching.graph._canonical import OPAQUE, Canonical, Expr, fake, hint, is_tensor, number
 
 COMMUTATIVE = ("add", "mul")
@@ -28,14 +28,20 @@ class State:
     bound: dict[str, Any] = field(default_factory=dict)
     inner: tuple[fx.Node, ...] = ()
     hole: Any = None
+    consumer: torch.dtype | None = None
+    """Of the operation whose arguments are matched."""
 
     def bind(self, name: str, value: Any) -> State | None:
         if name in self.bound:
             return self if self.bound[name] is value or _equal(self.bound[name], value) else None
-        return State({**self.bound, name: value}, self.inner, self.hole)
+        return replace(self, bound={**self.bound, name: value})
 
     def enter(self, value: Any) -> State:
-        return State(self.bound, (*self.inner, value), self.hole) if isinstance(value, fx.Node) else self
+        return replace(self, inner=(*self.inner, value)) if isinstance(value, fx.Node) else self
+
+    def below(self, value: Any) -> State:
+        """Inside an operation."""
+        return replace(self, consumer=fake(value).dtype) if is_tensor(value) else self
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -50,6 +56,17 @@ class Found:
     bound: dict[str, Any]
     inner: tuple[fx.Node, ...]
     trains: bool
+    backend: str | None = None
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the fastest is wanted, and not a named backend."""
+        return self.backend is None
+
+    def has_kernel(self, *dtypes: torch.dtype) -> bool:
+        """Whether the backend computes in all of these dtypes."""
+        known = (*FLOATING, torch.float64) if self.backend == "torch" else FLOATING
+        return all(dtype in known for dtype in dtypes)
 
     def fake(self, name: str) -> Any:
         return shape_of(self.bound[name])
@@ -105,7 +122,7 @@ class Matcher:
         elif isinstance(term, Option):
             yield from _given(state.bind(term.name, value))
         elif term is HOLE:
-            yield State(state.bound, state.inner, value)
+            yield replace(state, hole=value)
         elif isinstance(term, Steps):
             yield from self._steps(term, value, state, ())
         elif isinstance(term, Call):
@@ -123,8 +140,10 @@ class Matcher:
     def _spellings(self, value: Any, bound: bool) -> list[Any]:
         """The value itself and, where it must equal a bound one, what it is a cast of."""
         found = [value]
-        while bound and isinstance(value, fx.Node) and self.canonical.of(value).op in TRANSPARENT:
-            value = self.canonical.of(value).args[0]
+        while bound and isinstance(value, fx.Node) and (expression := self.canonical.of(value)).op in TRANSPARENT:
+            if rounds(value, expression, None):
+                break
+            value = expression.args[0]
             found.append(value)
         return found
 
@@ -132,12 +151,15 @@ class Matcher:
         expression = self._expression(value)
         state = state.enter(value)
         while expression.op in TRANSPARENT and expression.op != term.name:
+            if rounds(value, expression, state.consumer):
+                return
             value = expression.args[0]
             expression, state = self._expression(value), state.enter(value)
         for skipped in expression.via:
             state = state.enter(skipped)
         if expression.op != term.name or len(expression.args) != len(term.arguments):
             return
+        state = state.below(value)
         orders = [expression.args]
         if term.name in COMMUTATIVE:
             orders.append(expression.args[::-1])
@@ -160,10 +182,19 @@ class Matcher:
         for found in self._match(term.base, value, state):
             yield from _given(found.bind(term.name, taken))
         for name, step in term.steps.items():
-            for found in self._match(step, value, State({}, state.inner)):
+            for found in self._match(step, value, replace(state, bound={}, hole=None)):
                 if found.hole is not None and found.hole is not value:
-                    within = State(state.bound, found.inner)
+                    within = replace(found, bound=state.bound, hole=None)
                     yield from self._steps(term, found.hole, within, (*taken, (name, found.bound)))
+
+
+def rounds(value: Any, expression: Expr, consumer: torch.dtype | None) -> bool:
+    """Whether a cast rounds to a dtype that is narrower than both what it is made of and what it is used in."""
+    if expression.op != "cast":
+        return False
+    before, after = fake(expression.args[0]).dtype, fake(value).dtype
+    narrows = torch.promote_types(before, after) is not after
+    return narrows and (consumer is None or torch.promote_types(consumer, after) is not after)
 
 
 def _given(state: State | None) -> Iterator[State]:

@@ -48,16 +48,22 @@ def roots(term: Term) -> frozenset[str]:
     return frozenset((term.name,)) if isinstance(term, Call) else frozenset()
 
 
-def rewrite(graph_module: fx.GraphModule, trains: bool) -> Outcome:
-    """Replace in place what the patterns describe; returns what was found."""
-    return Rewriter(graph_module.graph, trains).run()
+def rewrite(graph_module: fx.GraphModule, trains: bool, backend: str | None = None) -> Outcome:
+    """Replace in place what the patterns describe; returns what was found.
+
+    Args:
+        graph_module: a graph of torch calls with Dynamo's fake tensors.
+        trains: whether autograd records it.
+        backend: computes every match, whatever its size; None for the fastest, PyTorch's own functions included.
+    """
+    return Rewriter(graph_module.graph, trains, backend).run()
 
 
 class Rewriter:
     """The state of one pass over one graph."""
 
-    def __init__(self, graph: fx.Graph, trains: bool) -> None:
-        self.graph, self.trains, self.outcome = graph, trains, Outcome()
+    def __init__(self, graph: fx.Graph, trains: bool, backend: str | None = None) -> None:
+        self.graph, self.trains, self.backend, self.outcome = graph, trains, backend, Outcome()
         self.regions = _regions(graph)
         self.writes = Writes(graph)
         self.constants = Constants(graph, self.writes)
@@ -79,7 +85,7 @@ class Rewriter:
     def _try(self, pattern: Pattern, root: fx.Node) -> None:
         reason = None
         for state in self.matcher.search(pattern.term, root):
-            found = Found(root, state.bound, state.inner, self.trains)
+            found = Found(root, state.bound, state.inner, self.trains, self.backend)
             reason = self._obstacle(pattern, found)
             if reason is None:
                 replacement = pattern.replace(found)
@@ -120,7 +126,8 @@ class Rewriter:
                 return
         with self.graph.inserting_before(place):
             args = tuple(self._argument(each, place) for each in replacement.args)
-            new = self._call(replacement.function, args, dict(replacement.options), place, fake(root))
+            options = dict(replacement.options) if self.backend is None else {**replacement.options, "backend": self.backend}
+            new = self._call(replacement.function, args, options, place, fake(root))
             result = new
             if isinstance(shared, fx.Node):
                 result = self._call(operator.getitem, (new, 0), {}, place, fake(root))
@@ -158,8 +165,10 @@ class Rewriter:
 
     def _prepare(self, prepared: Prepared, place: fx.Node) -> fx.Node:
         known = (prepared.function, prepared.values)
+        nodes = list(_nodes(prepared.values))
+        if any(self.writes.touches(node) for node in nodes):
+            return self._call(prepared.function, tuple(self._argument(each, place) for each in prepared.values), {}, place, None)
         if known not in self.prepared:
-            nodes = list(_nodes(prepared.values))
             if all(self.constants.holds(node) for node in nodes):
                 node = self._store(prepared, nodes)
             else:

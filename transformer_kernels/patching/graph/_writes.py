@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from transformer_kernels.patching.graph._canonical import fake, name_of
@@ -39,6 +40,7 @@ class Writes:
                 self._storages.setdefault(storage, []).append(node)
         self._unsafe: dict[int, list[int]] = {}
         self._changed: list[fx.Node] = []
+        self._sharing: dict[fx.Node, list[fx.Node]] = {}
         self.unknown: list[int] = []
         for node in list(graph.nodes):
             if _writes(node):
@@ -55,6 +57,7 @@ class Writes:
             node.meta[KEY] = node.target
             _make_functional(node)
             self._changed.append(node)
+            self._sharing[node] = [each for storage in _storages(fake(node)) for each in self._storages[storage]]
             return
         for storage in _storages(fake(target)):
             self._unsafe.setdefault(storage, []).append(self._positions[node])
@@ -66,6 +69,9 @@ class Writes:
         value = fake(target)
         if not known or not isinstance(value, Tensor) or not isinstance(fake(node), Tensor):
             return False
+        others = [each for each in node.all_input_nodes if isinstance(fake(each), Tensor)]
+        if any(fake(each).dtype not in (value.dtype, torch.bool) for each in others):
+            return False  # in place the dtype is that of the target
         sharing = [each for storage in _storages(value) for each in self._storages[storage]]
         first = min(sharing, key=lambda each: self._positions[each])
         if first.op not in ("call_function", "call_method"):
@@ -99,12 +105,9 @@ class Writes:
                 continue
             target = node.args[0]
             assert isinstance(target, fx.Node)
-            if all(order[user] <= order[node] for user in target.users) and self._owns(target):
+            whole = all(each in order for each in self._sharing[node])
+            if whole and target in self._sharing[node] and all(order[user] <= order[node] for user in target.users):
                 node.target = node.meta.pop(KEY)
-
-    def _owns(self, target: fx.Node) -> bool:
-        """Whether the value is still one that the graph computed where this found it."""
-        return target in self._positions and KEY not in target.meta or target in self._changed
 
 
 def _storages(value: Any) -> list[int]:
