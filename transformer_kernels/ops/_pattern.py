@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from transformer_kernels.ops._crossovers import crossover
+
 FLOATING = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -184,6 +186,17 @@ class Pattern(NamedTuple):
     term: Term
     replace: Callable[[Any], Replacement | str]
     shared: str = ""
+
+
+SMALL = "below the size from which our kernel is the faster one"
+
+
+def is_faster(match: Any, name: str, like: Any) -> bool:
+    """Whether the kernel of a row of the table of crossovers is faster than PyTorch's operator, for the size of `like`."""
+    if not match.is_auto or not like.is_cpu:
+        return True
+    forward, training = crossover(name, like.dtype.itemsize)
+    return bool(match.size(*like.shape) >= (training if match.trains else forward))
 
 
 def result_dtype(match: Match, name: str) -> torch.dtype | None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from transformer_kernels.ops import activation
-from transformer_kernels.ops._pattern import Call, Either, Input, Match, Option, Pattern, Replacement, Term
+from transformer_kernels.ops._pattern import (
+    SMALL, Call, Either, Input, Match, Option, Pattern, Replacement, Term, is_faster,
+)  # fmt: skip
 
 X = Input("x")
 CUBE = Call("cube", X) | (Call("square", X) * X)
@@ -46,6 +49,10 @@ def gelu(x: Tensor, approximate: str, backend: str | None = None) -> Tensor:
     return activation.gelu(x, approximate=approximate, backend=backend)
 
 
+def gelu_of_torch(x: Tensor, approximate: str) -> Tensor:
+    return torch.nn.functional.gelu(x, approximate=approximate)
+
+
 def geglu(gate: Tensor, up: Tensor, approximate: str, backend: str | None = None) -> Tensor:
     return activation.geglu(gate, up, approximate=approximate, backend=backend)
 
@@ -59,7 +66,12 @@ def _gelu(approximate: str | None) -> Any:
         kind = match.bound["approximate"] if approximate is None else approximate
         if not match.fake("x").dtype is match.dtype or not match.has_kernel(match.dtype):
             return "the dtypes differ"
-        return Replacement(gelu, (match.bound["x"], kind), expression=("gelu", match.bound["x"], kind))
+        function = gelu
+        if not is_faster(match, "gelu_tanh" if kind == "tanh" else "gelu", match.fake("x")):
+            if approximate is None:
+                return SMALL
+            function = gelu_of_torch
+        return Replacement(function, (match.bound["x"], kind), expression=("gelu", match.bound["x"], kind))
 
     return replace
 

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from transformer_kernels.ops import norm
+from transformer_kernels.ops._dropout import LEAST_DROPPED
 from transformer_kernels.ops._pattern import (
-    As, Call, Input, Match, Number, Option, Pattern, Replacement, maybe, result_dtype,
+    SMALL, As, Call, Input, Match, Number, Option, Pattern, Replacement, is_faster, maybe,
+    result_dtype,
 )  # fmt: skip
 from transformer_kernels.ops.norm._by_std import std_norm
 
@@ -41,6 +43,10 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, backe
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, backend: str | None = None) -> Tensor:
     return norm.rms_norm(x, weight, eps=eps, backend=backend)
+
+
+def layer_norm_of_torch(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    return torch.layer_norm(x, weight.shape, weight, bias, eps)
 
 
 def layer_norm_as(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype, backend: str | None = None) -> Tensor:
@@ -100,7 +106,16 @@ def _layer_norm(match: Match) -> Replacement | str:
     values = (bound["x"], bound["weight"], bound.get("bias"), bound["eps"])
     if dtype is not match.fake("x").dtype:
         return Replacement(layer_norm_as, (*values, dtype))
-    return Replacement(layer_norm, values, expression=("layer_norm", *values))
+    function = layer_norm if is_faster(match, "layer_norm", match.fake("x")) else layer_norm_of_torch
+    return Replacement(function, values, expression=("layer_norm", *values))
+
+
+def _layer_norm_call(match: Match) -> Replacement | str:
+    return _layer_norm(match) if is_faster(match, "layer_norm", match.fake("x")) else SMALL
+
+
+def _rms_norm_call(match: Match) -> Replacement | str:
+    return _rms_norm(match) if is_faster(match, "rms_norm", match.fake("x")) else SMALL
 
 
 def _rms_norm(match: Match) -> Replacement | str:
@@ -125,7 +140,7 @@ def _std_norm(match: Match) -> Replacement | str:
     return Replacement(std_norm, values)
 
 
-def _residual(match: Match, *names: str) -> str | None:
+def _residual(match: Match, name: str) -> str | None:
     bound, branch, residual, summed = match.bound, match.fake("branch"), match.fake("residual"), match.fake("summed")
     if not branch.dtype is residual.dtype is summed.dtype is match.dtype or not match.has_kernel(match.dtype):
         return "the dtypes differ"
@@ -133,26 +148,29 @@ def _residual(match: Match, *names: str) -> str | None:
         return "a summand broadcasts"
     if bound.get("weight") is None:
         return "it has no weight"
-    return None
+    dropped = "p" in bound and match.size(*summed.shape) >= LEAST_DROPPED
+    return None if dropped or is_faster(match, name, summed) else SMALL
 
 
 def _add_layer_norm(match: Match) -> Replacement | str:
-    if (reason := _residual(match)) is not None:
+    if (reason := _residual(match, "add_layer_norm")) is not None:
         return reason
     names = ("branch", "residual", "weight", "bias", "eps")
     return Replacement(add_layer_norm, (*(match.bound[name] for name in names), match.bound.get("p", 0.0)))
 
 
 def _add_rms_norm(match: Match) -> Replacement | str:
-    if (reason := _residual(match)) is not None:
+    if (reason := _residual(match, "add_rms_norm")) is not None:
         return reason
     names = ("branch", "residual", "weight", "eps")
     return Replacement(add_rms_norm, (*(match.bound[name] for name in names), match.bound.get("p", 0.0)))
 
 
 PATTERNS: tuple[Any, ...] = (
-    Pattern("layer_norm", LAYER_NORM | LAYER_NORM_CALL, _layer_norm),
-    Pattern("rms_norm", RMS_NORM | RMS_NORM_CALL, _rms_norm),
+    Pattern("layer_norm", LAYER_NORM, _layer_norm),
+    Pattern("layer_norm", LAYER_NORM_CALL, _layer_norm_call),
+    Pattern("rms_norm", RMS_NORM, _rms_norm),
+    Pattern("rms_norm", RMS_NORM_CALL, _rms_norm_call),
     Pattern("std_norm", STD_NORM, _std_norm),
     Pattern("add_layer_norm", ADD_LAYER_NORM, _add_layer_norm, shared="summed"),
     Pattern("add_rms_norm", ADD_RMS_NORM, _add_rms_norm, shared="summed"),

@@ -60,6 +60,10 @@ def _function_name(target: Any) -> str | None:
     return ALIASES.get(name, name)
 
 
+def _is_value(value: Any) -> bool:
+    return isinstance(value, (fx.Node, Expr))
+
+
 def fake(value: Any) -> Any:
     """What Dynamo knows of a node: a tensor without values, or a symbolic number."""
     return value.meta.get("example_value") if isinstance(value, fx.Node) else value
@@ -101,12 +105,29 @@ class Canonical:
 
     def __init__(self, constant: Callable[[fx.Node], float | None]) -> None:
         self._constant, self._known = constant, dict[fx.Node, Expr]()
+        self._replaced: dict[Any, fx.Node] = {}
 
     def of(self, node: fx.Node) -> Expr:
         if node not in self._known:
             self._known[node] = OPAQUE
             self._known[node] = self._expression(node)
-        return self._known[node]
+        known = self._known[node]
+        if self._replaced and any(each in self._replaced or isinstance(each, Expr) for each in known.args if _is_value(each)):
+            known = self._known[node] = self._current(known)
+        return known
+
+    def replace(self, old: fx.Node, new: fx.Node, expression: Expr | None = None) -> None:
+        """Every expression of `old` is one of `new`, which computes `expression`."""
+        self._replaced[old] = new
+        if expression is not None:
+            self._known[new] = expression
+
+    def _current(self, value: Any) -> Any:
+        if isinstance(value, Expr):
+            return Expr(value.op, tuple(self._current(each) for each in value.args), value.via)
+        while isinstance(value, fx.Node) and value in self._replaced:
+            value = self._replaced[value]
+        return value
 
     def _expression(self, node: fx.Node) -> Expr:
         name = name_of(node)

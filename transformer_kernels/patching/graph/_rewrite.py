@@ -14,12 +14,13 @@ from transformer_kernels.ops._pattern import As, Call, Either, Pattern, Prepared
 from transformer_kernels.ops.activation._pattern import PATTERNS as ACTIVATIONS
 from transformer_kernels.ops.attention._pattern import PATTERNS as ATTENTIONS
 from transformer_kernels.ops.norm._pattern import PATTERNS as NORMS
+from transformer_kernels.patching.graph._calls import PATTERNS as CALLS
 from transformer_kernels.patching.graph._canonical import Canonical, Expr, fake, name_of
 from transformer_kernels.patching.graph._constants import Constants, Stored
 from transformer_kernels.patching.graph._match import TRANSPARENT, Found, Matcher, State
 from transformer_kernels.patching.graph._writes import Writes
 
-PATTERNS: tuple[Pattern, ...] = (*ATTENTIONS, *NORMS, *ACTIVATIONS)
+PATTERNS: tuple[Pattern, ...] = (*ATTENTIONS, *NORMS, *ACTIVATIONS, *CALLS)
 
 NAMED = {"softmax": "softmax", "sdpa": "attention", "layer_norm": "layer_norm", "rms_norm": "rms_norm",
          "gelu": "gelu", "silu": "silu", "cross_entropy": "cross_entropy"}  # fmt: skip
@@ -70,13 +71,15 @@ class Rewriter:
         self.canonical = Canonical(self.constants.number)
         self.matcher = Matcher(self.canonical)
         self.prepared: dict[Any, fx.Node] = {}
+        self.own: dict[fx.Node, str] = {}
 
     def run(self) -> Outcome:
         for pattern in PATTERNS:
             names = roots(pattern.term)
             for node in reversed(list(self.graph.nodes)):
                 if node.op in ("call_function", "call_method") and not node._erased:
-                    if self.canonical.of(node).op in names:
+                    expression = self.canonical.of(node).op
+                    if expression in names and self.own.get(node) != pattern.operation:
                         self._try(pattern, node)
         self.writes.restore()
         self._report()
@@ -133,13 +136,15 @@ class Rewriter:
                 result = self._call(operator.getitem, (new, 0), {}, place, fake(root))
                 second = self._call(operator.getitem, (new, 1), {}, place, fake(shared))
                 shared.replace_all_uses_with(second)
+                self.canonical.replace(shared, second, Expr("opaque", ()))
             if replacement.permuted is not None:
                 result = self._call(torch.permute, (result, replacement.permuted), {}, place, fake(root))
         root.replace_all_uses_with(result)
-        self.canonical._known[result] = Expr("opaque", ())
+        expression = Expr("opaque", ())
         if replacement.expression is not None:
             name, *values = replacement.expression
-            self.canonical._known[result] = Expr(name, tuple(values))
+            expression, self.own[result] = Expr(name, tuple(values)), name
+        self.canonical.replace(root, result, expression)
         self._erase([root, *found.inner])
         self.outcome.count(pattern.operation)
         self.outcome.left.pop((pattern.operation, root.name), None)
