@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from transformer_kernels.ops.attention import attention
+from transformer_kernels.ops.attention._structure import structure_of
 from transformer_kernels.ops._crossovers import crossover
 from transformer_kernels.ops._pattern import (
     HOLE, Call, Input, Match, Number, Option, Pattern, Prepared, Replacement, Steps, Term, maybe,
@@ -76,8 +77,6 @@ class Masks(NamedTuple):
         if (dense := options.pop("hidden", None)) is not None:
             dense = torch.zeros(dense.shape, dtype=self.dtype, device=dense.device).masked_fill_(dense, -math.inf)
             bias = dense if bias is None else bias + dense
-        if options.get("causal") and options.get("key_padding_mask") is not None and bias is None:
-            return Known(options, masks)
         if bias is not None:
             options["attn_bias"] = bias.to(self.dtype) if bias.dtype is not torch.float32 else bias
         return Known(options, masks)
@@ -114,14 +113,15 @@ def _hides_rows(hidden: Tensor | None, bias: Tensor | None) -> bool:
 
 
 def _structure(hidden: Tensor) -> dict[str, Any]:
-    """A mask (., ., Lq, Lk) of scores as causality, as padding of keys, or else as it is."""
-    queries, keys = hidden.shape[2:]
-    if hidden.numel() == queries * keys and queries > 1 < keys:
-        ones = torch.ones(queries, keys, dtype=torch.bool, device=hidden.device)
-        if torch.equal(hidden[0, 0], ones.triu(1 + keys - queries)):
-            return {"causal": True}
-    if keys > 1 and all(hidden.shape[axis] == 1 or hidden.stride(axis) == 0 for axis in (1, 2)):
-        return {"key_padding_mask": hidden[:, 0, 0].logical_not()}
+    """A mask (., ., Lq, Lk) of scores as causality and padding of keys, or else as it is."""
+    visible = hidden.logical_not()
+    batch, heads, queries, keys = visible.shape
+    found = structure_of(visible, (batch, heads, queries, keys))
+    if found is not None and found.key_ranges is None:
+        padding = {} if found.key_padding_mask is None else {"key_padding_mask": found.key_padding_mask}
+        return {"causal": True, **padding} if found.causal else padding
+    if keys > 1 and all(visible.shape[axis] == 1 or visible.stride(axis) == 0 for axis in (1, 2)):
+        return {"key_padding_mask": visible[:, 0, 0]}
     return {"hidden": hidden}
 
 

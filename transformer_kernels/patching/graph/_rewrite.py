@@ -34,8 +34,10 @@ class Outcome:
     matched: dict[str, int] = field(default_factory=dict)
     left: dict[tuple[str, str], str] = field(default_factory=dict)
 
-    def count(self, operation: str) -> None:
-        self.matched[operation] = self.matched.get(operation, 0) + 1
+    def count(self, operation: str, by: int = 1) -> None:
+        count = self.matched.pop(operation, 0) + by
+        if count:
+            self.matched[operation] = count
 
 
 def roots(term: Term) -> frozenset[str]:
@@ -57,7 +59,10 @@ def rewrite(graph_module: fx.GraphModule, trains: bool, backend: str | None = No
         trains: whether autograd records it.
         backend: computes every match, whatever its size; None for the fastest, PyTorch's own functions included.
     """
-    return Rewriter(graph_module.graph, trains, backend).run()
+    outcome = Rewriter(graph_module.graph, trains, backend).run()
+    graph_module.graph.lint()
+    graph_module.recompile()
+    return outcome
 
 
 class Rewriter:
@@ -71,7 +76,7 @@ class Rewriter:
         self.canonical = Canonical(self.constants.number)
         self.matcher = Matcher(self.canonical)
         self.prepared: dict[Any, fx.Node] = {}
-        self.own: dict[fx.Node, str] = {}
+        self.own: dict[fx.Node, tuple[str, str]] = {}
 
     def run(self) -> Outcome:
         for pattern in PATTERNS:
@@ -79,10 +84,12 @@ class Rewriter:
             for node in reversed(list(self.graph.nodes)):
                 if node.op in ("call_function", "call_method") and not node._erased:
                     expression = self.canonical.of(node).op
-                    if expression in names and self.own.get(node) != pattern.operation:
+                    if expression in names and self.own.get(node, ("",))[0] != pattern.operation:
                         self._try(pattern, node)
         self.writes.restore()
         self._report()
+        names = {node.name for node in self.graph.nodes}
+        self.outcome.left = {key: reason for key, reason in self.outcome.left.items() if key[1] in names}
         return self.outcome
 
     def _try(self, pattern: Pattern, root: fx.Node) -> None:
@@ -143,10 +150,13 @@ class Rewriter:
         expression = Expr("opaque", ())
         if replacement.expression is not None:
             name, *values = replacement.expression
-            expression, self.own[result] = Expr(name, tuple(values)), name
+            expression, self.own[result] = Expr(name, tuple(values)), (name, pattern.operation)
         self.canonical.replace(root, result, expression)
         self._erase([root, *found.inner])
         self.outcome.count(pattern.operation)
+        for node in dict.fromkeys(found.inner):
+            if node in self.own:  # a part that was an operation of its own
+                self.outcome.count(self.own[node][1], -1)
         self.outcome.left.pop((pattern.operation, root.name), None)
 
     def _call(self, function: Any, args: tuple[Any, ...], options: dict[str, Any], place: fx.Node, value: Any) -> fx.Node:
