@@ -1,4 +1,4 @@
-"""GELU in its spellings, and gates."""
+"""GELU in its spellings, and gates. In a canonical product numbers stand last, merged into one."""
 
 from __future__ import annotations
 
@@ -18,27 +18,20 @@ CUBE = Call("cube", X) | (Call("square", X) * X)
 C, A = math.sqrt(2.0 / math.pi), 0.044715
 
 
-def _scaled(factor: float, x: Term) -> Call:
-    return Call("mul", x, factor)
-
-
-ANGLE = (
-    _scaled(C, X + _scaled(A, CUBE))
-    | (_scaled(C, X) * Call("add", _scaled(A, Call("square", X)), 1.0))
-    | _scaled(C, X * Call("add", _scaled(A, Call("square", X)), 1.0))
-    | Call("mul", X * Call("add", _scaled(A, Call("square", X)), 1.0), C)
-)
+def _angle(factor: float) -> Either:
+    """factor * (x + 0.044715 x^3); numbers stand last in a product."""
+    inside = (X + Call("mul", CUBE, A)) | (X * Call("add", Call("mul", Call("square", X), A), 1.0))
+    return Call("mul", inside, factor) | Call("mul", Call("mul", inside, C), factor / C)
 
 
 def _half_of(function: Term) -> Either:
-    """x / 2 * (1 + function), in every order."""
-    bracket = Call("add", function, 1.0)
-    halved = _scaled(0.5, bracket) | Call("add", _scaled(0.5, function), 0.5)
-    return (_scaled(0.5, X) * bracket) | _scaled(0.5, X * bracket) | (X * halved)
+    """x / 2 * (1 + function)."""
+    halved = Call("add", Call("mul", function, 0.5), 0.5)
+    return Call("mul", X * Call("add", function, 1.0), 0.5) | (X * halved)
 
 
-GELU_TANH = _half_of(Call("tanh", ANGLE)) | (X * Call("sigmoid", _scaled(2.0, ANGLE)))
-GELU_ERF = _half_of(Call("erf", _scaled(math.sqrt(0.5), X)))
+GELU_TANH = _half_of(Call("tanh", _angle(C))) | (X * Call("sigmoid", _angle(2.0 * C)))
+GELU_ERF = _half_of(Call("erf", Call("mul", X, math.sqrt(0.5))))
 GELU_CALL = Call("gelu", X, Option("approximate"))
 SILU = Call("silu", Input("gate")) | (Input("gate") * Call("sigmoid", Input("gate")))
 SWIGLU = SILU * Input("up")

@@ -114,7 +114,17 @@ def _layer_norm_call(match: Match) -> Replacement | str:
     return _layer_norm(match) if is_faster(match, "layer_norm", match.fake("x")) else SMALL
 
 
+def rms_norm_unweighted(x: Tensor, eps: float, backend: str | None = None) -> Tensor:
+    return norm.rms_norm(x, x.new_ones(x.shape[-1]), eps=eps, backend=backend)
+
+
 def _rms_norm_call(match: Match) -> Replacement | str:
+    x, eps = match.fake("x"), match.bound["eps"]
+    if match.bound["weight"] is None and x.dtype is match.dtype is torch.float32 and isinstance(x.shape[-1], int):
+        if not is_faster(match, "rms_norm", x):
+            return SMALL
+        eps = torch.finfo(torch.float32).eps if eps is None else eps
+        return Replacement(rms_norm_unweighted, (match.bound["x"], eps))
     return _rms_norm(match) if is_faster(match, "rms_norm", match.fake("x")) else SMALL
 
 

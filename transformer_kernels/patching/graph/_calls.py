@@ -14,6 +14,7 @@ from torch import Tensor
 
 from transformer_kernels import ops
 from transformer_kernels.backends import cpu
+from transformer_kernels.ops._crossovers import crossover
 from transformer_kernels.ops._dropout import LEAST_DROPPED, has_dropout_kernel
 from transformer_kernels.ops._dropout import dropout as dropout_kernel
 from transformer_kernels.ops._pattern import Call, Input, Match, Number, Option, Pattern, Replacement
@@ -132,7 +133,7 @@ def _attention(match: Match) -> Replacement | str:
     names = ("q", "k", "v", "mask", "p", "causal")
     options = {"scale": bound["scale"], "enable_gqa": bound["grouped"]}
     if match.is_auto and q.is_cpu:
-        forward, training = calls.crossover("attention", q.dtype.itemsize)
+        forward, training = crossover("attention", q.dtype.itemsize)
         if match.size(*q.shape[:3], k.shape[2]) < (training if match.trains else forward):
             return FASTER
     return Replacement(attention, tuple(bound[name] for name in names), options)
@@ -156,7 +157,7 @@ def _cross_entropy(match: Match) -> Replacement | str:
     if not match.has_kernel(x.dtype) or bound["reduction"] not in calls.REDUCTIONS:
         return "its dtype has no kernel"
     if match.is_auto and x.is_cpu:
-        forward, training = calls.crossover("cross_entropy", x.dtype.itemsize)
+        forward, training = crossover("cross_entropy", x.dtype.itemsize)
         if match.size(*x.shape) < (training if match.trains else forward):
             return FASTER
     names = ("x", "target", "weight", "ignored", "reduction", "smoothing")

@@ -21,6 +21,9 @@ class Expr(NamedTuple):
 
 
 OPAQUE = Expr("opaque", ())
+FLAT = ("mean_flat", "var_flat", "std_flat")
+"""Statistics of rows without the last axis."""
+
 OWNERS = (torch, F, torch._C._nn, torch.functional, torch.special, torch._C._special)
 OPERATORS = {
     operator.add: "add", operator.sub: "sub", operator.mul: "mul", operator.truediv: "div", operator.neg: "neg",
@@ -147,6 +150,13 @@ class Canonical:
         except TypeError:
             return OPAQUE
 
+    def is_same_value(self, a: Any, b: Any) -> bool:
+        """Whether two values are the same operation of the same values."""
+        if not isinstance(a, fx.Node) or not isinstance(b, fx.Node):
+            return a is b
+        known = self.of(a)
+        return known.op not in ("opaque", "dropout") and known == self.of(b)
+
     def number(self, value: Any) -> float | int | None:
         """The number that a value always is, or None."""
         if isinstance(value, fx.Node) and isinstance(fake(value), Tensor) and fake(value).dim() == 0:
@@ -162,10 +172,34 @@ def _last(dim: Any, x: Any) -> bool:
 def _mul(c: Canonical, node: fx.Node, a: Any, b: Any) -> Expr | None:
     for x, y in ((a, b), (b, a)):
         if (factor := c.number(y)) is not None:
-            return _mean_of_sum(c, x, factor) or Expr("mul", (x, factor))
-    if a is b:
-        return Expr("square", (a,))
-    return Expr("mul", (a, b)) if is_tensor(a) and is_tensor(b) else None
+            return _mean_of_sum(c, x, factor) or _times(c, node, x, factor)
+    return _product(c, a, b) if is_tensor(a) and is_tensor(b) else None
+
+
+def _times(c: Canonical, node: fx.Node, x: Any, factor: float) -> Expr:
+    """x times a number, which takes in a number inside x."""
+    base, inner, via = _without_factor(c, x)
+    return Expr("mul", (base, inner * factor), via)
+
+
+def _without_factor(c: Canonical, x: Any) -> tuple[Any, float, tuple[fx.Node, ...]]:
+    """y, f and the nodes between them, where x is y times a number f."""
+    known = c.of(x) if isinstance(x, fx.Node) and is_tensor(x) and fake(x).is_floating_point() else OPAQUE
+    if known.op != "mul" or number(known.args[1]) is None:
+        return x, 1.0, ()
+    return known.args[0], known.args[1], (x, *known.via)
+
+
+def _product(c: Canonical, a: Any, b: Any) -> Expr:
+    """The product of two tensors, numbers in them last."""
+    left, by, via = _without_factor(c, a)
+    right, other, more = _without_factor(c, b)
+    if left is right or (_is_value(left) and c.is_same_value(left, right)):
+        more = (*more, right) if left is not right and isinstance(right, fx.Node) else more
+        base = Expr("square", (left,), (*via, *more))
+    else:
+        base = Expr("mul", (left, right), (*via, *more))
+    return base if by * other == 1.0 else Expr("mul", (base, by * other))
 
 
 def _mean_of_sum(c: Canonical, x: Any, factor: float) -> Expr | None:
@@ -185,7 +219,7 @@ def _div(c: Canonical, node: fx.Node, a: Any, b: Any, rounding_mode: Any = None)
     if (divisor := c.number(b)) is not None:
         if divisor == 0 or not fake(node).dtype.is_floating_point:
             return None
-        return _mean_of_sum(c, a, 1.0 / divisor) or Expr("mul", (a, 1.0 / divisor))
+        return _mean_of_sum(c, a, 1.0 / divisor) or _times(c, node, a, 1.0 / divisor)
     if not is_tensor(b):
         return None
     root = c.of(b)
@@ -365,7 +399,7 @@ def _sum(c: Canonical, node: fx.Node, input: Any, dim: Any = None, keepdim: Any 
 def _var_mean(c: Canonical, node: fx.Node, input: Any, dim: Any = None, unbiased: Any = True, keepdim: Any = False,
     correction: Any = None) -> Expr | None:  # fmt: skip
     variance = _moment("var")(c, node, input, dim, unbiased, keepdim, correction)
-    return None if variance is None else Expr("var_mean", variance.args)
+    return Expr("var_mean", variance.args) if variance is not None and variance.op == "var" else None
 
 
 def _moment(name: str) -> Callable[..., Expr | None]:
@@ -373,18 +407,20 @@ def _moment(name: str) -> Callable[..., Expr | None]:
         c: Canonical, node: fx.Node, input: Any, dim: Any = None, unbiased: Any = True, keepdim: Any = False,
         correction: Any = None,
     ) -> Expr | None:  # fmt: skip
-        if isinstance(dim, bool) or dim is None or not _last(dim, input) or keepdim is not True:
+        if isinstance(dim, bool) or dim is None or not _last(dim, input):
             return None
         correction = int(unbiased) if correction is None else correction
-        return Expr(name, (input, int(correction))) if correction in (0, 1) else None
+        if correction not in (0, 1):
+            return None
+        return Expr(name if keepdim is True else f"{name}_flat", (input, int(correction)))
 
     return rule
 
 
 def _unsqueeze(c: Canonical, node: fx.Node, input: Any, dim: Any) -> Expr | None:
     inner = c.of(input) if isinstance(input, fx.Node) else OPAQUE
-    if inner.op == "mean_flat" and dim in (-1, fake(node).dim() - 1):
-        return Expr("mean", inner.args, (input, *inner.via))
+    if inner.op in FLAT and dim in (-1, fake(node).dim() - 1):
+        return Expr(inner.op.removesuffix("_flat"), inner.args, (input, *inner.via))
     return None
 
 
@@ -446,8 +482,8 @@ def _getitem(c: Canonical, node: fx.Node, input: Any, index: Any) -> Expr | None
     inner = c.of(input) if isinstance(input, fx.Node) else OPAQUE
     if inner.op == "var_mean":
         return Expr("var", inner.args, (input,)) if index == 0 else Expr("mean", inner.args[:1], (input,))
-    if inner.op == "mean_flat" and index in ((Ellipsis, None), (*(slice(None),) * fake(input).dim(), None)):
-        return Expr("mean", inner.args, (input, *inner.via))
+    if inner.op in FLAT and index in ((Ellipsis, None), (*(slice(None),) * fake(input).dim(), None)):
+        return Expr(inner.op.removesuffix("_flat"), inner.args, (input, *inner.via))
     if not is_tensor(input) or not isinstance(index, tuple) or Ellipsis not in index[:1]:
         return Expr("half", (inner.args[0], index), (input,)) if inner.op == "halves" and index in (0, 1) else None
     width = fake(input).shape[-1]
@@ -492,7 +528,7 @@ def _rules() -> dict[str, Rule]:
     rule("rsub", "b a", _sub)
     rule("pow", "a b", _pow)
     rule("reciprocal", "a", _reciprocal)
-    rule("neg", "a", lambda c, node, a: Expr("mul", (a, -1)))
+    rule("neg", "a", lambda c, node, a: _times(c, node, a, -1.0))
     rule("matmul", "a b", _matmul)
     rule("baddbmm", "input a b", _baddbmm)
     rule("einsum", "equation operand_0 operand_1", lambda c, node, equation, operand_0, operand_1=None: _einsum(
