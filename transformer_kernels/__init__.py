@@ -3,10 +3,11 @@
 import transformer_kernels as tk
 
 y = tk.attention(q, k, v, causal=True)             # the fastest backend that supports the call
+model = tk.compile(model)                          # any PyTorch program, recognised by what it computes
 print(tk.patch(model))                             # a model of torch.nn or transformers, in place
 model = tk.build("char_gpt", backend="triton")     # the same model definition as python_ref.build("char_gpt")
 
-models      patch, unpatch, accelerate, build, bind, graphed
+models      compile, patch, unpatch, accelerate, build, bind, graphed
 pretrained  load_pretrained, export_pretrained
 attention   attention, packed_attention, attention_weights, rotary
 norm        layer_norm, rms_norm, add_layer_norm, add_rms_norm
@@ -26,7 +27,7 @@ from transformer_kernels.backends.errors import BackendUnavailable, UnsupportedB
 from transformer_kernels.graphs import graphed
 from transformer_kernels.ops import *  # noqa: F403 - every operation; ops/__init__.py lists them
 from transformer_kernels.ops import __all__ as _operations
-from transformer_kernels.patching import accelerate, patch, unpatch
+from transformer_kernels.patching import accelerate, compile, patch, unpatch
 from transformer_kernels.pretrained import export_pretrained, load_pretrained
 from transformer_kernels.verification import trust as _trust
 
@@ -38,6 +39,7 @@ __all__ = [
     "accelerate",
     "bind",
     "build",
+    "compile",
     "explain",
     "export_pretrained",
     "get_backend",

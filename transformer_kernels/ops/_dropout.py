@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from transformer_kernels.backends import address, cpu
@@ -150,3 +151,43 @@ def _mixed(high: Tensor, other: Tensor | int, key: Tensor | int) -> Tensor:
     if isinstance(other, Tensor) and torch.broadcast_shapes(high.shape, other.shape) != high.shape:
         return (high ^ other).bitwise_xor_(key).bitwise_and_(WORD)
     return high.bitwise_xor_(other).bitwise_xor_(key).bitwise_and_(WORD)
+
+
+LEAST_DROPPED = 1 << 13
+"""Elements from which the kernel is faster than torch's dropout."""
+
+
+class _Dropout(torch.autograd.Function):
+    """dropout(x) + residual; the mask is drawn again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, p: float) -> Tensor:
+        seed = draw_seed(x.device)
+        ctx.save_for_backward(seed)
+        ctx.p, ctx.has_residual = p, residual is not None
+        return drop(x, seed, p, scale=keep_scale(p), residual=residual)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (seed,) = ctx.saved_tensors
+        dx = drop(dy.contiguous(), seed, ctx.p, scale=keep_scale(ctx.p)) if ctx.needs_input_grad[0] else None
+        return dx, dy if ctx.has_residual else None, None
+
+
+def has_dropout_kernel(x: Tensor) -> bool:
+    """Whether a compiled kernel draws the mask of x as it is applied."""
+    return x.is_cpu and x.dtype in cpu.DTYPE_CODES and x.dim() >= 2 and compiled() is not None
+
+
+def dropout(x: Tensor, p: float, residual: Tensor | None = None) -> Tensor:
+    """dropout(x) + residual in one pass, without a mask in memory.
+
+    Args:
+        x: (..., N) with two axes or more.
+        p: the probability with which an element is dropped.
+        residual: in the shape and dtype of x, or None.
+    """
+    residual = None if residual is None else residual.contiguous()
+    result: Tensor = _Dropout.apply(x.contiguous(), residual, p)
+    return result

@@ -16,8 +16,9 @@ from transformer_kernels.patching._models import patch_models, unpatch_models
 from transformer_kernels.patching._report import CallReport, CallRow, PatchReport, Row
 from transformer_kernels.patching._sentences import pack_inputs, pad_inputs
 from transformer_kernels.patching._swap import Patched, class_path, original_class, replaced_method, restore, swap
+from transformer_kernels.patching.graph import compile
 
-__all__ = ["Acceleration", "CallReport", "CallRow", "PatchReport", "Row", "accelerate", "patch", "unpatch"]
+__all__ = ["Acceleration", "CallReport", "CallRow", "PatchReport", "Row", "accelerate", "compile", "patch", "unpatch"]
 
 
 def patch(model: nn.Module, backend: str | None = None) -> PatchReport:

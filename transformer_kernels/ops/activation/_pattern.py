@@ -1,0 +1,93 @@
+"""GELU in its spellings, and gates. In a canonical product numbers stand last, merged into one."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_kernels.ops import activation
+from transformer_kernels.ops._pattern import (
+    SMALL, Call, Either, Input, Match, Option, Pattern, Replacement, Term, is_faster,
+)  # fmt: skip
+
+X = Input("x")
+CUBE = Call("cube", X) | (Call("square", X) * X)
+C, A = math.sqrt(2.0 / math.pi), 0.044715
+
+
+def _angle(factor: float) -> Either:
+    """factor * (x + 0.044715 x^3); numbers stand last in a product."""
+    inside = (X + Call("mul", CUBE, A)) | (X * Call("add", Call("mul", Call("square", X), A), 1.0))
+    return Call("mul", inside, factor) | Call("mul", Call("mul", inside, C), factor / C)
+
+
+def _half_of(function: Term) -> Either:
+    """x / 2 * (1 + function)."""
+    halved = Call("add", Call("mul", function, 0.5), 0.5)
+    return Call("mul", X * Call("add", function, 1.0), 0.5) | (X * halved)
+
+
+GELU_TANH = _half_of(Call("tanh", _angle(C))) | (X * Call("sigmoid", _angle(2.0 * C)))
+GELU_ERF = _half_of(Call("erf", Call("mul", X, math.sqrt(0.5))))
+GELU_CALL = Call("gelu", X, Option("approximate"))
+SILU = Call("silu", Input("gate")) | (Input("gate") * Call("sigmoid", Input("gate")))
+SWIGLU = SILU * Input("up")
+GEGLU = Call("gelu", Input("gate"), Option("approximate")) * Input("up")
+
+
+def gelu(x: Tensor, approximate: str, backend: str | None = None) -> Tensor:
+    return activation.gelu(x, approximate=approximate, backend=backend)
+
+
+def gelu_of_torch(x: Tensor, approximate: str) -> Tensor:
+    return torch.nn.functional.gelu(x, approximate=approximate)
+
+
+def geglu(gate: Tensor, up: Tensor, approximate: str, backend: str | None = None) -> Tensor:
+    return activation.geglu(gate, up, approximate=approximate, backend=backend)
+
+
+def swiglu(gate: Tensor, up: Tensor, backend: str | None = None) -> Tensor:
+    return activation.swiglu(gate, up, backend=backend)
+
+
+def _gelu(approximate: str | None) -> Any:
+    def replace(match: Match) -> Replacement | str:
+        kind = match.bound["approximate"] if approximate is None else approximate
+        if not match.fake("x").dtype is match.dtype or not match.has_kernel(match.dtype):
+            return "the dtypes differ"
+        function = gelu
+        if not is_faster(match, "gelu_tanh" if kind == "tanh" else "gelu", match.fake("x")):
+            if approximate is None:
+                return SMALL
+            function = gelu_of_torch
+        return Replacement(function, (match.bound["x"], kind), expression=("gelu", match.bound["x"], kind))
+
+    return replace
+
+
+def _gate(match: Match) -> str | None:
+    gate, up = match.fake("gate"), match.fake("up")
+    if not gate.dtype is up.dtype is match.dtype or not match.has_kernel(match.dtype):
+        return "the dtypes differ"
+    return None if str(gate.shape) == str(up.shape) else "a factor broadcasts"
+
+
+def _swiglu(match: Match) -> Replacement | str:
+    return _gate(match) or Replacement(swiglu, (match.bound["gate"], match.bound["up"]))
+
+
+def _geglu(match: Match) -> Replacement | str:
+    return _gate(match) or Replacement(geglu, tuple(match.bound[name] for name in ("gate", "up", "approximate")))
+
+
+PATTERNS = (
+    Pattern("gelu_tanh", GELU_TANH, _gelu("tanh")),
+    Pattern("gelu", GELU_ERF, _gelu("none")),
+    Pattern("geglu", GEGLU, _geglu),
+    Pattern("gelu", GELU_CALL, _gelu(None)),
+    Pattern("swiglu", SWIGLU, _swiglu),
+)

@@ -1,0 +1,240 @@
+"""Attention as it is written by hand: dropout(softmax(steps(scale * q k^T))) v.
+
+A step is a scale, a mask that fills or is added, a bias, or a softcap. They are described in their order; what computes
+them depends on the values of the masks, which are looked at when the graph runs (`Masks`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from transformer_kernels.ops.attention import attention
+from transformer_kernels.ops.attention._structure import structure_of
+from transformer_kernels.ops._crossovers import crossover
+from transformer_kernels.ops._pattern import (
+    HOLE, Call, Input, Match, Number, Option, Pattern, Prepared, Replacement, Steps, Term, maybe,
+)  # fmt: skip
+
+LARGE = -1e4
+"""A fill up to this value is taken for minus infinity in a row that sees a key; weights of such scores are 0."""
+
+
+def _scaled(name: str, tensor: Term) -> Term:
+    return maybe(lambda x: x * Number(f"{name}_scale", least=1e-30), tensor)
+
+
+PRODUCT = Call("matmul", _scaled("q", Input("q")), _scaled("k", Input("kt")))
+SCORES = Steps(
+    "steps",
+    PRODUCT,
+    {
+        "scale": HOLE * Number("by", least=1e-30),
+        "fill": Call("masked_fill", HOLE, Option("mask"), Number("value")),
+        "bias": HOLE + Option("bias"),
+    },
+)
+WEIGHTS = maybe(lambda w: Call("dropout", w, Number("p", symbolic=True)), Call("softmax", SCORES))
+CONTEXT = Call("matmul", WEIGHTS, Input("v"))
+ATTENTION = CONTEXT | Call("permute", CONTEXT, Option("axes"))
+
+
+class Step(NamedTuple):
+    """What happens to the scores: kind "scale", "fill" or "bias", with its number; a mask is the next tensor."""
+
+    kind: str
+    number: float
+
+
+class Known(NamedTuple):
+    """The masks of a call as options of `attention`, or None where only the written steps give the same result."""
+
+    options: dict[str, Any] | None
+    masks: tuple[Tensor, ...]
+
+
+class Masks(NamedTuple):
+    """The steps of a call, and what is needed to recognise the values of its masks when the graph runs."""
+
+    steps: tuple[Step, ...]
+    dims: int
+    dtype: torch.dtype
+
+    def __call__(self, *masks: Tensor) -> Known:
+        """The masks, each of which broadcasts to the scores of `dims` axes, as options of `attention`.
+
+        A bool mask is True where a key is hidden. Where a row sees no key, a fill of -1e9 gives a uniform row and -inf
+        NaN, but `attention` gives 0: such masks are applied as they are written.
+        """
+        hidden, bias = self._combined(masks)
+        if _hides_rows(hidden, bias):
+            return Known(None, masks)
+        options: dict[str, Any] = {} if hidden is None else _structure(hidden)
+        if (dense := options.pop("hidden", None)) is not None:
+            dense = torch.zeros(dense.shape, dtype=self.dtype, device=dense.device).masked_fill_(dense, -math.inf)
+            bias = dense if bias is None else bias + dense
+        if bias is not None:
+            options["attn_bias"] = bias.to(self.dtype) if bias.dtype is not torch.float32 else bias
+        return Known(options, masks)
+
+    def _combined(self, masks: tuple[Tensor, ...]) -> tuple[Tensor | None, Tensor | None]:
+        """All fills as one bool tensor and all terms as one sum, with four axes, scaled by the steps above them."""
+        hidden: Tensor | None = None
+        bias: Tensor | None = None
+        later, remaining = 1.0, list(masks)
+        for step in reversed(self.steps):
+            if step.kind == "scale":
+                later *= step.number
+                continue
+            mask = self._broadcast(remaining.pop())
+            if step.kind == "fill":
+                hidden = mask if hidden is None else hidden | mask
+            else:
+                term = mask if later == 1.0 else mask * later
+                bias = term if bias is None else bias + term
+        return hidden, bias
+
+    def _broadcast(self, mask: Tensor) -> Tensor:
+        if self.dims == 3 and mask.dim() == 3:
+            mask = mask[:, None]
+        return mask[(None,) * (4 - mask.dim())]
+
+
+def _hides_rows(hidden: Tensor | None, bias: Tensor | None) -> bool:
+    """Whether a query sees no key; biases with a gradient are finite."""
+    if bias is not None and not bias.requires_grad:
+        infinite = bias == -math.inf
+        hidden = infinite if hidden is None else hidden | infinite
+    return hidden is not None and bool(hidden.all(-1).any())
+
+
+def _structure(hidden: Tensor) -> dict[str, Any]:
+    """A mask (., ., Lq, Lk) of scores as causality and padding of keys, or else as it is."""
+    visible = hidden.logical_not()
+    batch, heads, queries, keys = visible.shape
+    found = structure_of(visible, (batch, heads, queries, keys))
+    if found is not None and found.key_ranges is None:
+        padding = {} if found.key_padding_mask is None else {"key_padding_mask": found.key_padding_mask}
+        return {"causal": True, **padding} if found.causal else padding
+    if keys > 1 and all(visible.shape[axis] == 1 or visible.stride(axis) == 0 for axis in (1, 2)):
+        return {"key_padding_mask": visible[:, 0, 0]}
+    return {"hidden": hidden}
+
+
+def as_written(
+    steps: tuple[Step, ...], p: float, q: Tensor, k: Tensor, v: Tensor, masks: tuple[Tensor, ...]
+) -> Tensor:
+    """The steps in PyTorch's operators."""
+    scores, given = q @ k.transpose(-1, -2), iter(masks)
+    for step in steps:
+        if step.kind == "scale":
+            scores = scores * step.number
+        elif step.kind == "fill":
+            scores = scores.masked_fill(next(given), step.number)
+        else:
+            scores = scores + next(given) * step.number
+    weights = scores.softmax(-1)
+    if p:
+        weights = torch.dropout(weights, p, True)
+    return weights.to(v.dtype) @ v
+
+
+class Fused(NamedTuple):
+    """One attention of the graph: its steps, dropout and result."""
+
+    steps: tuple[Step, ...]
+    scale: float
+    dtype: torch.dtype
+    small: bool
+
+    def __call__(self, q: Tensor, kt: Tensor, v: Tensor, p: float = 0.0, known: Known | None = None,
+        backend: str | None = None) -> Tensor:
+        k, dims = kt.transpose(-1, -2), q.dim()
+        options: dict[str, Any] = {}
+        if known is not None:
+            if known.options is None:
+                return as_written(self.steps, p, q, k, v, known.masks).to(self.dtype)
+            options = known.options
+        if dims == 3:
+            q, k, v = q[:, None], k[:, None], v[:, None]
+        if q.dtype is not v.dtype:
+            q, k = q.to(v.dtype), k.to(v.dtype)
+        if (padding := options.get("key_padding_mask")) is not None and padding.shape[0] != q.shape[0]:
+            options = {**options, "key_padding_mask": padding.expand(q.shape[0], -1)}
+        if self.small and not p:
+            out = _by_torch(q, k, v, self.scale, options)
+        else:
+            out = attention(q, k, v, scale=self.scale, dropout_p=p, backend=backend, **options)  # type: ignore[assignment]
+        out = out[:, 0] if dims == 3 else out
+        return out if out.dtype is self.dtype else out.to(self.dtype)
+
+
+def _by_torch(q: Tensor, k: Tensor, v: Tensor, scale: float, options: dict[str, Any]) -> Tensor:
+    """PyTorch's kernel, where it is the faster one."""
+    mask = options.get("attn_bias")
+    if (padding := options.get("key_padding_mask")) is not None:
+        visible = padding[:, None, None]
+        mask = visible if mask is None else mask.masked_fill(~visible, -math.inf)
+    causal = options.get("causal", False)
+    if causal and (mask is not None or q.shape[2] != k.shape[2]):
+        return attention(q, k, v, scale=scale, **options)  # type: ignore[return-value]
+    return scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale)
+
+
+def _same(a: Any, b: Any) -> bool:
+    return str(a) == str(b)
+
+
+def _replace(match: Match) -> Replacement | str:
+    bound = match.bound
+    q, kt, v = match.fake("q"), match.fake("kt"), match.fake("v")
+    if not q.dim() == kt.dim() == v.dim() or q.dim() not in (3, 4):
+        return "query, key and value do not have three or four axes"
+    if not q.dtype is kt.dtype or not match.has_kernel(q.dtype, v.dtype, match.dtype):
+        return "its dtype has no kernel"
+    if not isinstance(q.shape[-1], int) or not _same(q.shape[-1], kt.shape[-2]):
+        return "the head dimension is not known"
+    leading = (*zip(q.shape[:-2], kt.shape[:-2], strict=True), *zip(kt.shape[:-2], v.shape[:-2], strict=True))
+    if not all(_same(a, b) for a, b in leading) or not _same(kt.shape[-1], v.shape[-2]):
+        return "query, key and value do not have the same batch and heads"
+    steps: list[Step] = []
+    masks: list[Any] = []
+    steps, masks = [Step("scale", bound.get("q_scale", 1.0) * bound.get("k_scale", 1.0))], list[Any]()
+    for kind, given in reversed(bound["steps"]):
+        number = given.get("by", given.get("value", 1.0))
+        if kind == "fill" and number > LARGE:
+            return f"scores are filled with {number}, not with minus infinity"
+        steps.append(Step(kind, number))
+        if kind != "scale":
+            masks.append(given.get("mask", given.get("bias")))
+    for mask in masks:
+        if (reason := _unfit(match.shape(mask), (*q.shape[:-1], kt.shape[-1]))) is not None:
+            return reason
+    forward, _ = crossover("attention", q.dtype.itemsize)
+    elements = match.size(*q.shape[:-1], kt.shape[-1])
+    scale = math.prod(step.number for step in steps if step.kind == "scale")
+    small = match.is_auto and not match.trains and elements < forward and q.is_cpu
+    fused = Fused(tuple(steps), scale, match.dtype, small)
+    values: tuple[Any, ...] = (bound["q"], bound["kt"], bound["v"], bound.get("p", 0.0))
+    if masks:
+        values += (Prepared(Masks(tuple(steps), q.dim(), v.dtype), tuple(masks)),)
+    return Replacement(fused, values, permuted=bound.get("axes"))
+
+
+def _unfit(mask: Any, scores: tuple[Any, ...]) -> str | None:
+    """Why a mask does not broadcast to the scores."""
+    if mask is None:
+        return "a mask is computed in a way that is not recognised"
+    if not 0 < mask.dim() <= len(scores):
+        return "a mask has more axes than the scores"
+    pairs = zip(reversed(mask.shape), reversed(scores), strict=False)
+    if not all(_same(size, 1) or _same(size, full) for size, full in pairs):
+        return "a mask does not broadcast to the scores"
+    return None
+
+
+PATTERNS = (Pattern("attention", ATTENTION, _replace),)

@@ -1,0 +1,187 @@
+"""Norms as they are written by hand, and as calls of torch.nn.functional."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_kernels.ops import norm
+from transformer_kernels.ops._dropout import LEAST_DROPPED
+from transformer_kernels.ops._pattern import (
+    SMALL, As, Call, Input, Match, Number, Option, Pattern, Replacement, is_faster, maybe,
+    result_dtype,
+)  # fmt: skip
+from transformer_kernels.ops.norm._by_std import std_norm
+
+X, WEIGHT, BIAS = Input("x"), Input("weight", dims=1), Input("bias", dims=1)
+MEAN = Call("mean", X)
+CENTRED = X - MEAN
+MEAN_SQUARE = Call("mean", Call("square", X))
+VARIANCE = Call("var", X, 0) | Call("square", Call("std", X, 0)) | Call("mean", Call("square", CENTRED)) | (MEAN_SQUARE - Call("square", MEAN))
+EPS = Number("eps", least=1e-30, symbolic=True)
+
+LAYER_NORM = maybe(lambda y: y + BIAS, maybe(lambda y: y * WEIGHT, CENTRED * Call("rsqrt", VARIANCE + EPS)))
+LAYER_NORM_CALL = Call("layer_norm", X, Option("weight"), Option("bias"), Option("eps"))
+RMS_NORM = maybe(lambda y: y * WEIGHT, X * Call("rsqrt", MEAN_SQUARE + EPS))
+RMS_NORM_CALL = Call("rms_norm", X, Option("weight"), Option("eps"))
+STANDARD = CENTRED / (Call("std", X, As("correction", Option("correction"))) + EPS)
+STD_NORM = maybe(
+    lambda y: y + BIAS,
+    maybe(lambda y: y * WEIGHT, STANDARD) | (CENTRED * WEIGHT) / (Call("std", X, Option("correction")) + EPS),
+)
+
+STREAM = As("summed", maybe(lambda y: Call("dropout", y, Number("p", symbolic=True)), Input("branch")) + Input("residual"))
+ADD_LAYER_NORM = Call("layer_norm", STREAM, Option("weight"), Option("bias"), Option("eps"))
+ADD_RMS_NORM = Call("rms_norm", STREAM, Option("weight"), Option("eps"))
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, backend: str | None = None) -> Tensor:
+    return norm.layer_norm(x, weight, bias, eps=eps, backend=backend)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, backend: str | None = None) -> Tensor:
+    return norm.rms_norm(x, weight, eps=eps, backend=backend)
+
+
+def layer_norm_of_torch(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    return torch.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def layer_norm_as(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype, backend: str | None = None) -> Tensor:
+    return norm.layer_norm(x.to(dtype), weight, bias, eps=eps, backend=backend)
+
+
+def rms_norm_as(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, backend: str | None = None) -> Tensor:
+    return norm.rms_norm(x.to(dtype), weight, eps=eps, backend=backend)
+
+
+def add_layer_norm(
+    branch: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, p: float, backend: str | None = None
+) -> tuple[Tensor, Tensor]:
+    return norm.add_layer_norm(branch, residual, weight, bias, eps=eps, dropout_p=p, backend=backend)
+
+
+def add_rms_norm(
+    branch: Tensor, residual: Tensor, weight: Tensor, eps: float, p: float, backend: str | None = None
+) -> tuple[Tensor, Tensor]:
+    return norm.add_rms_norm(branch, residual, weight, eps=eps, dropout_p=p, backend=backend)
+
+
+def _unfit(match: Match, *names: str) -> str | None:
+    """Why the vectors do not fit the rows."""
+    x = match.fake("x")
+    for name in names:
+        vector = match.bound.get(name)
+        if vector is None:
+            continue
+        shape = match.fake(name).shape
+        if len(shape) != 1 or not isinstance(shape[0], int) or shape[0] != x.shape[-1]:
+            return f"{name} is not one number per column"
+        if match.fake(name).dtype not in (x.dtype, torch.float32):
+            return "the dtypes differ"
+    return None
+
+
+def _wanted(match: Match, *names: str) -> torch.dtype | str:
+    """The dtype to compute in, or why the norm is left alone."""
+    if (reason := _unfit(match, *names)) is not None:
+        return reason
+    if match.bound.get("weight") is None:
+        return "it has no weight"
+    eps = match.bound["eps"]
+    if eps is None or (isinstance(eps, (int, float)) and not eps > 0):
+        return "eps is not positive"
+    dtype = result_dtype(match, "x")
+    if dtype is None:
+        return "its dtype has no kernel"
+    return dtype if dtype is match.dtype else "its result has a narrower dtype than its input"
+
+
+def _layer_norm(match: Match) -> Replacement | str:
+    bound = match.bound
+    if isinstance(dtype := _wanted(match, "weight", "bias"), str):
+        return dtype
+    values = (bound["x"], bound["weight"], bound.get("bias"), bound["eps"])
+    if dtype is not match.fake("x").dtype:
+        return Replacement(layer_norm_as, (*values, dtype))
+    function = layer_norm if is_faster(match, "layer_norm", match.fake("x")) else layer_norm_of_torch
+    return Replacement(function, values, expression=("layer_norm", *values))
+
+
+def _layer_norm_call(match: Match) -> Replacement | str:
+    return _layer_norm(match) if is_faster(match, "layer_norm", match.fake("x")) else SMALL
+
+
+def rms_norm_unweighted(x: Tensor, eps: float, backend: str | None = None) -> Tensor:
+    return norm.rms_norm(x, x.new_ones(x.shape[-1]), eps=eps, backend=backend)
+
+
+def _rms_norm_call(match: Match) -> Replacement | str:
+    x, eps = match.fake("x"), match.bound["eps"]
+    if match.bound["weight"] is None and x.dtype is match.dtype is torch.float32 and isinstance(x.shape[-1], int):
+        if not is_faster(match, "rms_norm", x):
+            return SMALL
+        eps = torch.finfo(torch.float32).eps if eps is None else eps
+        return Replacement(rms_norm_unweighted, (match.bound["x"], eps))
+    return _rms_norm(match) if is_faster(match, "rms_norm", match.fake("x")) else SMALL
+
+
+def _rms_norm(match: Match) -> Replacement | str:
+    bound = match.bound
+    if isinstance(dtype := _wanted(match, "weight"), str):
+        return dtype
+    values = (bound["x"], bound["weight"], bound["eps"])
+    if dtype is not match.fake("x").dtype:
+        return Replacement(rms_norm_as, (*values, dtype))
+    return Replacement(rms_norm, values, expression=("rms_norm", *values))
+
+
+def _std_norm(match: Match) -> Replacement | str:
+    bound = match.bound
+    if (reason := _unfit(match, "weight", "bias")) is not None:
+        return reason
+    if not match.fake("x").dtype is match.dtype or match.dtype not in (torch.float32, torch.float64):
+        return "a norm by the standard deviation is computed in float32 only"
+    if not isinstance(match.fake("x").shape[-1], int) or match.fake("x").shape[-1] < 2:
+        return "its rows have one column"
+    values = (bound["x"], bound.get("weight"), bound.get("bias"), bound["eps"], bound["correction"])
+    return Replacement(std_norm, values)
+
+
+def _residual(match: Match, name: str) -> str | None:
+    bound, branch, residual, summed = match.bound, match.fake("branch"), match.fake("residual"), match.fake("summed")
+    if not branch.dtype is residual.dtype is summed.dtype is match.dtype or not match.has_kernel(match.dtype):
+        return "the dtypes differ"
+    if not all(str(each.shape) == str(summed.shape) for each in (branch, residual)):
+        return "a summand broadcasts"
+    if bound.get("weight") is None:
+        return "it has no weight"
+    dropped = "p" in bound and match.size(*summed.shape) >= LEAST_DROPPED
+    return None if dropped or is_faster(match, name, summed) else SMALL
+
+
+def _add_layer_norm(match: Match) -> Replacement | str:
+    if (reason := _residual(match, "add_layer_norm")) is not None:
+        return reason
+    names = ("branch", "residual", "weight", "bias", "eps")
+    return Replacement(add_layer_norm, (*(match.bound[name] for name in names), match.bound.get("p", 0.0)))
+
+
+def _add_rms_norm(match: Match) -> Replacement | str:
+    if (reason := _residual(match, "add_rms_norm")) is not None:
+        return reason
+    names = ("branch", "residual", "weight", "eps")
+    return Replacement(add_rms_norm, (*(match.bound[name] for name in names), match.bound.get("p", 0.0)))
+
+
+PATTERNS: tuple[Any, ...] = (
+    Pattern("layer_norm", LAYER_NORM, _layer_norm),
+    Pattern("layer_norm", LAYER_NORM_CALL, _layer_norm_call),
+    Pattern("rms_norm", RMS_NORM, _rms_norm),
+    Pattern("rms_norm", RMS_NORM_CALL, _rms_norm_call),
+    Pattern("std_norm", STD_NORM, _std_norm),
+    Pattern("add_layer_norm", ADD_LAYER_NORM, _add_layer_norm, shared="summed"),
+    Pattern("add_rms_norm", ADD_RMS_NORM, _add_rms_norm, shared="summed"),
+)

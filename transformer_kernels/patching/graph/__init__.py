@@ -1,0 +1,112 @@
+"""Any PyTorch program on these kernels: `torch.compile(model, backend="transformer_kernels")`.
+
+Dynamo gives a graph of torch calls, before autograd is traced. What the patterns of `ops/*/_pattern.py` describe is
+replaced by this package's operations, and the graph runs eagerly with autograd. What is not described stays as it is.
+
+    _canonical.py   one form for all spellings of an operator
+    _writes.py      in-place operators
+    _constants.py   parts that depend on buffers and sizes alone
+    _match.py       the search for a term
+    _rewrite.py     one pass over a graph
+    _calls.py       calls of torch.nn.functional
+    _report.py      what was found
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from transformer_kernels.backends.dispatch import BACKENDS
+from transformer_kernels.patching.graph._report import GraphReport, GraphRow, Shares, report_of, timed
+from transformer_kernels.patching.graph._rewrite import Outcome, rewrite
+
+__all__ = ["GraphReport", "GraphRow", "GraphRoute", "Shares", "compile", "transformer_kernels"]
+
+
+class GraphRoute:
+    """A backend of `torch.compile` that remembers what it found.
+
+    Args:
+        backend: "torch", "cpu", "triton" or "cuda" computes every match; None: the fastest, PyTorch's own functions
+            included.
+    """
+
+    def __init__(self, backend: str | None = None) -> None:
+        if backend not in (*BACKENDS, "auto", None):
+            raise ValueError(f"compile: backend must be one of {(*BACKENDS, 'auto', None)}; got {backend!r}")
+        self.backend = None if backend == "auto" else backend
+        self.outcomes: list[Outcome] = []
+        self._modules: list[fx.GraphModule] = []
+        self._switch: dict[str, Any] = {}
+
+    @property
+    def __name__(self) -> str:
+        return "transformer_kernels"
+
+    def __call__(self, graph_module: fx.GraphModule, example_inputs: list[Any], **_: Any) -> Callable[..., Any]:
+        """Rewrite a graph; returns what runs it."""
+        self.outcomes.append(rewrite(graph_module, torch.is_grad_enabled(), self.backend))
+        self._modules.append(graph_module)
+        forward, switch = graph_module.forward, self._switch
+
+        def run(*arguments: Any) -> Any:
+            return switch["run"](graph_module, *arguments) if switch else forward(*arguments)
+
+        return run
+
+    def report(self) -> GraphReport:
+        """What was found in the graphs so far; graphs are compiled at the first call."""
+        return report_of(self.outcomes)
+
+    def shares(self, run: Callable[[], Any]) -> Shares:
+        """Where the time of the forward pass goes in one call of `run`, which calls the compiled model."""
+        return timed(self._modules, run, self._switch)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return GraphRoute, (self.backend,)
+
+
+def transformer_kernels(
+    graph_module: fx.GraphModule, example_inputs: list[Any], options: dict[str, Any] | None = None
+) -> Callable[..., Any]:
+    """The backend of `torch.compile(model, backend="transformer_kernels", options={"backend": None})`."""
+    return GraphRoute((options or {}).get("backend"))(graph_module, example_inputs)
+
+
+def compile(model: Any, *, backend: str | None = None, dynamic: bool | None = None, fullgraph: bool = False) -> Any:
+    """Run any PyTorch module or function on these kernels, recognised by what it computes.
+
+    It is `torch.compile` with the backend "transformer_kernels", and a report. Attention, norms, activations, residual
+    additions, dropout, linear layers and losses are recognised however they are written; a match that would not give
+    the same result is left alone. The first call compiles: about a second.
+
+    Args:
+        model: a module or a function.
+        backend: "torch", "cpu", "triton" or "cuda" computes every match and never falls back; None or "auto": the
+            fastest, PyTorch's own functions included.
+        dynamic, fullgraph: as in `torch.compile`.
+
+    Returns:
+        what `torch.compile` returns, with two methods more: `report()`, which prints as a table, and
+        `shares(run)`, where the time of the forward pass in one call of `run` goes.
+
+    Raises:
+        ValueError: the name of the backend is unknown.
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU())
+        >>> compiled = compile(model)
+        >>> compiled(torch.randn(512, 64)).shape
+        torch.Size([512, 64])
+        >>> compiled.report().graphs
+        1
+    """
+    route = GraphRoute(backend)
+    compiled = torch.compile(model, backend=route, dynamic=dynamic, fullgraph=fullgraph)
+    target = vars(compiled) if isinstance(compiled, nn.Module) else compiled.__dict__
+    target["report"], target["shares"] = route.report, route.shares
+    return compiled

@@ -1,0 +1,174 @@
+"""Calls of torch.nn.functional that this package computes: the rules of `accelerate`, decided when a graph is compiled.
+
+What the sizes decide is decided then, unless a size is a symbol: then the function that runs looks at its arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from transformer_kernels import ops
+from transformer_kernels.backends import cpu
+from transformer_kernels.ops._crossovers import crossover
+from transformer_kernels.ops._dropout import LEAST_DROPPED, has_dropout_kernel
+from transformer_kernels.ops._dropout import dropout as dropout_kernel
+from transformer_kernels.ops._pattern import Call, Input, Match, Number, Option, Pattern, Replacement
+from transformer_kernels.ops.linear._cpu import largest_weight, processor
+from transformer_kernels.patching import _torch_calls as calls
+from transformer_kernels.patching._products import FEWEST_ROWS, linear_is_ours
+
+X = Input("x")
+LINEAR = Call("linear", X, Input("weight"), Option("bias"))
+SDPA = Call("sdpa", *map(Input, "qkv"), *map(Option, ("mask", "p", "causal", "scale", "grouped")))
+DROPOUT = Call("dropout", X, Number("p", symbolic=True))
+CROSS_ENTROPY = Call("cross_entropy", X, *map(Option, ("target", "weight", "ignored", "reduction", "smoothing")))
+SOFTMAX = Call("softmax", X)
+FASTER = "PyTorch's function is the faster one at this size"
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, backend: str | None = None) -> Tensor:
+    return ops.linear(x, weight, bias, backend=backend)
+
+
+def linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None = None, backend: str | None = None) -> Tensor:
+    return ops.linear(x, weight, bias, activation="relu", backend=backend)
+
+
+def linear_of_any_length(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return ops.linear(x, weight, bias) if linear_is_ours(x, weight, None) else F.linear(x, weight, bias)
+
+
+def _is_static(*tensors: Any) -> bool:
+    return all(isinstance(size, int) for tensor in tensors if tensor is not None for size in tensor.shape)
+
+
+def _linear(match: Match) -> Replacement | str:
+    x, weight, bias = match.fake("x"), match.fake("weight"), match.shape(match.bound["bias"])
+    values = (match.bound["x"], match.bound["weight"], match.bound["bias"])
+    if weight.dim() != 2 or x.dim() < 2 or not isinstance(x.shape[-1], int) or x.shape[-1] != weight.shape[1]:
+        return "the shapes are not those of a linear layer"
+    if not x.dtype is weight.dtype is match.dtype or (bias is not None and bias.dtype is not x.dtype):
+        return _linear_under_autocast(match, values)
+    if not match.is_auto:
+        return Replacement(linear, values) if match.has_kernel(x.dtype) else "its dtype has no kernel"
+    return _faster_linear(match, x, weight, values)
+
+
+def _faster_linear(match: Match, x: Any, weight: Any, values: tuple[Any, ...]) -> Replacement | str:
+    if not x.is_cpu or x.dtype is not torch.float32 or not weight.is_contiguous():
+        return FASTER
+    if not _is_static(x):
+        return Replacement(linear_of_any_length, values)
+    return Replacement(linear, values) if _multiplies(match, x, weight) else FASTER
+
+
+def _multiplies(match: Match, x: Any, weight: Any) -> bool:
+    """`linear_is_ours`, for tensors without values and while PyTorch compiles."""
+    if x.numel() < FEWEST_ROWS * x.shape[-1] or cpu.unavailable(x.device) is not None:
+        return False
+    if not match.trains and processor(cpu.load()) != "AMD":
+        return False
+    return 0 < weight.numel() <= largest_weight(x)
+
+
+def _linear_under_autocast(match: Match, values: tuple[Any, ...]) -> Replacement | str:
+    if not torch.is_autocast_enabled("cpu") or not match.is_auto or not match.fake("x").is_cpu:
+        return "the dtypes differ"
+    return Replacement(autocast_linear, values)
+
+
+def autocast_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    result = calls.linear("auto", x, weight, bias)
+    return F.linear(x, weight, bias) if isinstance(result, str) else result
+
+
+def _linear_relu(match: Match) -> Replacement | str:
+    found = _linear(match)
+    if isinstance(found, str):
+        return found
+    return Replacement(linear_relu, found.args) if found.function is linear else "its sizes are symbols"
+
+
+def dropout(x: Tensor, p: float, residual: Tensor | None = None, backend: str | None = None) -> Tensor:
+    return dropout_kernel(x, p, residual)
+
+
+def _dropout(match: Match) -> Replacement | str:
+    x = match.fake("x")
+    if not has_dropout_kernel(x) or x.dtype is not match.dtype:
+        return "its mask is drawn by PyTorch on this device and for this dtype"
+    if match.is_auto and match.size(*x.shape) < LEAST_DROPPED:
+        return FASTER
+    if "residual" not in match.bound:
+        return Replacement(dropout, (match.bound["x"], match.bound["p"]))
+    residual = match.fake("residual")
+    if str(residual.shape) != str(x.shape) or residual.dtype is not x.dtype:
+        return "a summand broadcasts, or the dtypes differ"
+    return Replacement(dropout, (match.bound["x"], match.bound["p"], match.bound["residual"]))
+
+
+def _handled(handler: Callable[..., Tensor | str], original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A function that asks a handler of `accelerate` and calls torch's function where the handler leaves the call."""
+
+    def function(*arguments: Any, backend: str = "auto", **options: Any) -> Tensor:
+        result = handler(backend, *arguments, **options)
+        return original(*arguments, **options) if isinstance(result, str) else result
+
+    function.__name__ = original.__name__
+    return function
+
+
+attention = _handled(calls.attention, F.scaled_dot_product_attention)
+
+
+def _attention(match: Match) -> Replacement | str:
+    bound, q, k, v = match.bound, match.fake("q"), match.fake("k"), match.fake("v")
+    if not match.has_kernel(q.dtype, k.dtype, v.dtype) or not q.dim() == k.dim() == v.dim() == 4:
+        return "query, key and value are not (B, H, L, D) of a dtype with a kernel"
+    names = ("q", "k", "v", "mask", "p", "causal")
+    options = {"scale": bound["scale"], "enable_gqa": bound["grouped"]}
+    if match.is_auto and q.is_cpu:
+        forward, training = crossover("attention", q.dtype.itemsize)
+        if match.size(*q.shape[:3], k.shape[2]) < (training if match.trains else forward):
+            return FASTER
+    return Replacement(attention, tuple(bound[name] for name in names), options)
+
+
+def cross_entropy(
+    x: Tensor, target: Tensor, weight: Tensor | None, ignored: int, reduction: str, smoothing: float,
+    backend: str = "auto",
+) -> Tensor:  # fmt: skip
+    index = calls.REDUCTIONS.index(reduction)
+    result = calls.cross_entropy(backend, x, target, weight, index, ignored, smoothing)
+    if not isinstance(result, str):
+        return result
+    return F.cross_entropy(
+        x, target, weight, ignore_index=ignored, reduction=reduction, label_smoothing=smoothing
+    )
+
+
+def _cross_entropy(match: Match) -> Replacement | str:
+    bound, x = match.bound, match.fake("x")
+    if not match.has_kernel(x.dtype) or bound["reduction"] not in calls.REDUCTIONS:
+        return "its dtype has no kernel"
+    if match.is_auto and x.is_cpu:
+        forward, training = crossover("cross_entropy", x.dtype.itemsize)
+        if match.size(*x.shape) < (training if match.trains else forward):
+            return FASTER
+    names = ("x", "target", "weight", "ignored", "reduction", "smoothing")
+    return Replacement(cross_entropy, tuple(bound[name] for name in names))
+
+
+PATTERNS = (
+    Pattern("linear_relu", Call("relu", LINEAR), _linear_relu),
+    Pattern("linear", LINEAR, _linear),
+    Pattern("dropout_add", DROPOUT + Input("residual"), _dropout),
+    Pattern("dropout", DROPOUT, _dropout),
+    Pattern("attention", SDPA, _attention),
+    Pattern("cross_entropy", CROSS_ENTROPY, _cross_entropy),
+)

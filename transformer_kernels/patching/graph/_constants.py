@@ -1,0 +1,121 @@
+"""Parts of a graph that depend on buffers and sizes alone: masks, tables of angles. They are computed once.
+
+The result is stored with the identity and the version of the buffers, and computed again when one of them has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from transformer_kernels.patching.graph._canonical import fake, name_of
+from transformer_kernels.patching.graph._writes import Writes
+
+DETERMINISTIC = frozenset(
+    """ones zeros full arange eye tril triu tensor as_tensor scalar_tensor linspace outer ones_like zeros_like full_like
+    new_ones new_zeros new_full new_tensor add sub mul div pow neg abs sqrt rsqrt reciprocal exp log cos sin square clamp
+    minimum maximum eq ne lt le gt ge not and or masked_fill where getitem getattr view reshape expand expand_as repeat
+    repeat_interleave unsqueeze squeeze transpose permute flatten cat stack contiguous clone float half bfloat16 double
+    bool int long to type type_as detach logical_xor floor_divide remainder sum cumsum size any all item rsub ger
+    tril_indices view_as_complex view_as_real polar chunk split unbind narrow select movedim mT""".split()
+)
+"""Operators whose results depend on their arguments alone."""
+
+MAX_STORED = 8
+"""Results of one part, for different lengths."""
+
+
+class Constants:
+    """Which nodes of a graph are functions of buffers and sizes."""
+
+    def __init__(self, graph: fx.Graph, writes: Writes) -> None:
+        self._writes = writes
+        self._leaves: dict[fx.Node, bool] = {}
+        self._known: dict[fx.Node, bool] = {}
+        for node in graph.nodes:
+            self._known[node] = self._depends_on_constants(node)
+
+    def _depends_on_constants(self, node: fx.Node) -> bool:
+        if node.op == "placeholder":
+            return not isinstance(fake(node), Tensor) or _is_stored(node)
+        if node.op == "get_attr":
+            return isinstance(fake(node), Tensor)
+        if node.op not in ("call_function", "call_method") or name_of(node) not in DETERMINISTIC:
+            return False
+        if self._writes.touches(node):
+            return False
+        return all(self._known.get(each, False) for each in node.all_input_nodes)
+
+    def holds(self, node: Any) -> bool:
+        return isinstance(node, fx.Node) and self._known.get(node, False)
+
+    def number(self, node: fx.Node) -> float | None:
+        """The value of a tensor of one element that depends on no buffer and no size, or None."""
+        if not self.holds(node) or any(leaf.op == "placeholder" for leaf in self.leaves(node)):
+            return None
+        if fake(node).device.type == "meta":
+            return None
+        with torch.no_grad():
+            value = self.function((node,), self.leaves(node))()
+        value = value[0]
+        return float(value) if value.numel() == 1 and not value.is_complex() else None
+
+    def leaves(self, *nodes: fx.Node) -> list[fx.Node]:
+        """The placeholders that the nodes depend on."""
+        return [node for node in self._below(nodes) if node.op == "placeholder"]
+
+    def _below(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
+        found: dict[fx.Node, None] = {}
+
+        def visit(node: fx.Node) -> None:
+            if node not in found:
+                for each in node.all_input_nodes:
+                    visit(each)
+                found[node] = None
+
+        for node in nodes:
+            visit(node)
+        return list(found)
+
+    def function(self, nodes: Sequence[fx.Node], leaves: Sequence[fx.Node]) -> Callable[..., tuple[Any, ...]]:
+        """leaves -> the values of the nodes."""
+        part, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        for index, leaf in enumerate(leaves):
+            copies[leaf] = part.placeholder(f"leaf_{index}")
+        for node in self._below(nodes):
+            if node not in copies:
+                copies[node] = part.node_copy(node, lambda each: copies[each])
+        part.output(tuple(copies[node] for node in nodes))
+        owner = nodes[0].graph.owning_module if nodes else None
+        return fx.GraphModule(owner if owner is not None else torch.nn.Module(), part).forward  # type: ignore[no-any-return]
+
+
+def _is_stored(node: fx.Node) -> bool:
+    """Whether an input is a tensor of a module, neither trained nor part of the batch."""
+    value = fake(node)
+    argument = node.meta.get("grapharg")
+    if value.requires_grad or argument is None or type(value).__name__ != "FakeTensor":
+        return False
+    return "NNModule" in repr(getattr(argument, "source", ""))
+
+
+class Stored:
+    """A function of buffers and sizes, whose results are kept while the buffers are unchanged."""
+
+    def __init__(self, part: Callable[..., tuple[Any, ...]], finish: Callable[..., Any]) -> None:
+        self._part, self._finish = part, finish
+        self._results: dict[Any, tuple[tuple[Any, ...], Any]] = {}
+
+    def __call__(self, *leaves: Any) -> Any:
+        key = tuple([(id(leaf), leaf.data_ptr(), leaf._version) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+        found = self._results.get(key)
+        if found is None:
+            if len(self._results) >= MAX_STORED:
+                self._results.clear()
+            with torch.no_grad(), torch.autocast("cpu", enabled=False):
+                result = self._finish(*self._part(*leaves))
+            found = self._results[key] = (leaves, result)  # the leaves stay alive, and with them their identity
+        return found[1]

@@ -1,0 +1,284 @@
+"""One pass over a graph of torch calls: patterns are searched, and what they describe is replaced."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from transformer_kernels.ops._pattern import As, Call, Either, Pattern, Prepared, Replacement, Steps, Term
+from transformer_kernels.ops.activation._pattern import PATTERNS as ACTIVATIONS
+from transformer_kernels.ops.attention._pattern import PATTERNS as ATTENTIONS
+from transformer_kernels.ops.norm._pattern import PATTERNS as NORMS
+from transformer_kernels.patching.graph._calls import PATTERNS as CALLS
+from transformer_kernels.patching.graph._canonical import Canonical, Expr, fake, name_of
+from transformer_kernels.patching.graph._constants import Constants, Stored
+from transformer_kernels.patching.graph._match import TRANSPARENT, Found, Matcher, State
+from transformer_kernels.patching.graph._writes import Writes
+
+PATTERNS: tuple[Pattern, ...] = (*ATTENTIONS, *NORMS, *ACTIVATIONS, *CALLS)
+
+NAMED = {"softmax": "softmax", "sdpa": "attention", "layer_norm": "layer_norm", "rms_norm": "rms_norm",
+         "gelu": "gelu", "silu": "silu", "cross_entropy": "cross_entropy"}  # fmt: skip
+"""What is reported where it is left to PyTorch."""
+
+
+@dataclass
+class Outcome:
+    """What was found in one graph: counts by operation, and the reasons by (what, name of the node)."""
+
+    matched: dict[str, int] = field(default_factory=dict)
+    left: dict[tuple[str, str], str] = field(default_factory=dict)
+
+    def count(self, operation: str, by: int = 1) -> None:
+        count = self.matched.pop(operation, 0) + by
+        if count:
+            self.matched[operation] = count
+
+
+def roots(term: Term) -> frozenset[str]:
+    """The canonical operations at which a term can match."""
+    if isinstance(term, Either):
+        return frozenset().union(*(roots(each) for each in term.terms))
+    if isinstance(term, As):
+        return roots(term.term)
+    if isinstance(term, Steps):
+        return roots(term.base).union(*(roots(each) for each in term.steps.values()))
+    return frozenset((term.name,)) if isinstance(term, Call) else frozenset()
+
+
+def rewrite(graph_module: fx.GraphModule, trains: bool, backend: str | None = None) -> Outcome:
+    """Replace in place what the patterns describe; returns what was found.
+
+    Args:
+        graph_module: a graph of torch calls with Dynamo's fake tensors.
+        trains: whether autograd records it.
+        backend: computes every match, whatever its size; None for the fastest, PyTorch's own functions included.
+    """
+    outcome = Rewriter(graph_module.graph, trains, backend).run()
+    graph_module.graph.lint()
+    graph_module.recompile()
+    return outcome
+
+
+class Rewriter:
+    """The state of one pass over one graph."""
+
+    def __init__(self, graph: fx.Graph, trains: bool, backend: str | None = None) -> None:
+        self.graph, self.trains, self.backend, self.outcome = graph, trains, backend, Outcome()
+        self.regions = _regions(graph)
+        self.writes = Writes(graph)
+        self.constants = Constants(graph, self.writes)
+        self.canonical = Canonical(self.constants.number)
+        self.matcher = Matcher(self.canonical)
+        self.prepared: dict[Any, fx.Node] = {}
+        self.own: dict[fx.Node, tuple[str, str]] = {}
+
+    def run(self) -> Outcome:
+        for pattern in PATTERNS:
+            names = roots(pattern.term)
+            for node in reversed(list(self.graph.nodes)):
+                if node.op in ("call_function", "call_method") and not node._erased:
+                    expression = self.canonical.of(node).op
+                    if expression in names and self.own.get(node, ("",))[0] != pattern.operation:
+                        self._try(pattern, node)
+        self.writes.restore()
+        self._report()
+        names = {node.name for node in self.graph.nodes}
+        self.outcome.left = {key: reason for key, reason in self.outcome.left.items() if key[1] in names}
+        return self.outcome
+
+    def _try(self, pattern: Pattern, root: fx.Node) -> None:
+        reason = None
+        for state in self.matcher.search(pattern.term, root):
+            found = Found(root, state.bound, state.inner, self.trains, self.backend)
+            reason = self._obstacle(pattern, found)
+            if reason is None:
+                replacement = pattern.replace(found)
+                if isinstance(replacement, Replacement):
+                    self._replace(pattern, found, replacement)
+                    return
+                reason = replacement
+        if reason is not None:
+            self.outcome.left[(pattern.operation, root.name)] = reason
+
+    def _obstacle(self, pattern: Pattern, found: Found) -> str | None:
+        """Why the nodes of a match cannot be taken out of the graph."""
+        inner = set(found.inner)
+        shared = found.bound.get(pattern.shared)
+        first = min(inner, key=self.writes.position)
+        for node in inner:
+            if self.regions.get(node) != self.regions.get(found.root):
+                return "autocast or the gradient mode changes inside it"
+            if self.writes.touches(node):
+                return "a value inside it is written to in place"
+            if node in (found.root, shared) or self.canonical.of(node).op in TRANSPARENT:
+                continue
+            if any(user not in inner for user in node.users):
+                return f"the value {node.name} inside it is used elsewhere too"
+        for leaf in _nodes(found.bound):
+            if leaf not in inner and self.writes.between(leaf, first, found.root):
+                return f"its input {leaf.name} is written to in place"
+        return None
+
+    def _replace(self, pattern: Pattern, found: Found, replacement: Replacement) -> None:
+        root, shared = found.root, found.bound.get(pattern.shared)
+        place = root
+        if isinstance(shared, fx.Node):
+            place = shared
+            latest = max((self.writes.position(each) for each in _nodes(replacement.args)), default=-1)
+            if latest > self.writes.position(shared):
+                self.outcome.left[(pattern.operation, root.name)] = "its parameters are computed after the sum"
+                return
+        with self.graph.inserting_before(place):
+            args = tuple(self._argument(each, place) for each in replacement.args)
+            options = dict(replacement.options) if self.backend is None else {**replacement.options, "backend": self.backend}
+            new = self._call(replacement.function, args, options, place, fake(root))
+            result = new
+            if isinstance(shared, fx.Node):
+                result = self._call(operator.getitem, (new, 0), {}, place, fake(root))
+                second = self._call(operator.getitem, (new, 1), {}, place, fake(shared))
+                shared.replace_all_uses_with(second)
+                self.canonical.replace(shared, second, Expr("opaque", ()))
+            if replacement.permuted is not None:
+                result = self._call(torch.permute, (result, replacement.permuted), {}, place, fake(root))
+        root.replace_all_uses_with(result)
+        expression = Expr("opaque", ())
+        if replacement.expression is not None:
+            name, *values = replacement.expression
+            expression, self.own[result] = Expr(name, tuple(values)), (name, pattern.operation)
+        self.canonical.replace(root, result, expression)
+        self._erase([root, *found.inner])
+        self.outcome.count(pattern.operation)
+        for node in dict.fromkeys(found.inner):
+            if node in self.own:  # a part that was an operation of its own
+                self.outcome.count(self.own[node][1], -1)
+        self.outcome.left.pop((pattern.operation, root.name), None)
+
+    def _call(self, function: Any, args: tuple[Any, ...], options: dict[str, Any], place: fx.Node, value: Any) -> fx.Node:
+        name = getattr(function, "__name__", None) or type(function).__name__.lower()
+        target = function if hasattr(function, "__name__") else function.__call__
+        node = self.graph.create_node("call_function", target, args, options, name)
+        node.meta["example_value"] = value
+        self.writes.place(node, place)
+        self.regions[node] = self.regions.get(place, 0)
+        return node
+
+    def _argument(self, value: Any, place: fx.Node) -> Any:
+        """An argument as a node: expressions become operators again."""
+        if isinstance(value, Prepared):
+            return self._prepare(value, place)
+        if not isinstance(value, Expr):
+            return value
+        inner = self._argument(value.args[0], place)
+        function = {"permute": torch.permute, "not": torch.logical_not, "mul": torch.mul}[value.op]
+        return self._call(function, (inner, *value.args[1:]), {}, place, None)
+
+    def _prepare(self, prepared: Prepared, place: fx.Node) -> fx.Node:
+        known = (prepared.function, prepared.values)
+        nodes = list(_nodes(prepared.values))
+        if any(self.writes.touches(node) for node in nodes):
+            return self._call(prepared.function, tuple(self._argument(each, place) for each in prepared.values), {}, place, None)
+        if known not in self.prepared:
+            if all(self.constants.holds(node) for node in nodes):
+                node = self._store(prepared, nodes)
+            else:
+                after = max(nodes, key=self.writes.position)
+                with self.graph.inserting_after(after):
+                    anchor = self.graph.call_function(operator.pos, (0,))
+                with self.graph.inserting_before(anchor):
+                    args = tuple(self._argument(value, after) for value in prepared.values)
+                    node = self._call(prepared.function, args, {}, after, None)
+                self.graph.erase_node(anchor)
+            self.prepared[known] = node
+        return self.prepared[known]
+
+    def _store(self, prepared: Prepared, nodes: list[fx.Node]) -> fx.Node:
+        leaves = self.constants.leaves(*nodes)
+        part = self.constants.function(nodes, leaves)
+        function = Stored(part, Finish(prepared, nodes))
+        first = next(each for each in self.graph.nodes if each.op not in ("placeholder", "get_attr"))
+        with self.graph.inserting_before(first):
+            return self._call(function, tuple(leaves), {}, first, None)
+
+    def _erase(self, nodes: list[fx.Node]) -> None:
+        """Remove nodes that nothing uses any more, and what only they used."""
+        waiting = list(nodes)
+        while waiting:
+            node = waiting.pop()
+            if node._erased or node.users or not _is_pure(node):
+                continue
+            waiting.extend(node.all_input_nodes)
+            self.graph.erase_node(node)
+        # a node may have become unused after it was looked at
+        again = [node for node in nodes if not node._erased and not node.users and _is_pure(node)]
+        if again:
+            self._erase(again)
+
+    def _report(self) -> None:
+        """Name what stays PyTorch's."""
+        for node in self.graph.nodes:
+            if node.op in ("call_function", "call_method"):
+                what = NAMED.get(self.canonical.of(node).op)
+                own = getattr(node.target, "__module__", "") or ""
+                if what is not None and not own.startswith("transformer_kernels"):
+                    self.outcome.left.setdefault((what, node.name), "it is not part of a pattern that is recognised")
+
+
+class Finish:
+    """A prepared function applied to the values of its nodes."""
+
+    def __init__(self, prepared: Prepared, nodes: list[fx.Node]) -> None:
+        self._function = prepared.function
+        self._values = fx.node.map_aggregate(prepared.values, lambda value: _Slot(nodes.index(value)) if isinstance(value, fx.Node) else value)
+
+    def __call__(self, *values: Any) -> Any:
+        return self._function(*(_evaluated(each, values) for each in self._values))
+
+
+@dataclass(frozen=True)
+class _Slot:
+    index: int
+
+
+def _evaluated(value: Any, values: tuple[Any, ...]) -> Any:
+    if isinstance(value, _Slot):
+        return values[value.index]
+    if isinstance(value, Expr):
+        inner = _evaluated(value.args[0], values)
+        if value.op == "permute":
+            return inner.permute(value.args[1])
+        return inner.logical_not() if value.op == "not" else inner * value.args[1]
+    return value
+
+
+def _nodes(value: Any) -> Iterator[fx.Node]:
+    """All nodes in a nest of bindings, expressions and arguments."""
+    if isinstance(value, fx.Node):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _nodes(each)
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _nodes(each)
+
+
+def _is_pure(node: fx.Node) -> bool:
+    name = name_of(node)
+    return node.op in ("call_function", "call_method") and name is not None and not name.endswith("_")
+
+
+def _regions(graph: fx.Graph) -> dict[fx.Node, int]:
+    """The nodes between two changes of autocast or of the gradient mode have one number."""
+    found, number = dict[fx.Node, int](), 0
+    for node in graph.nodes:
+        name = getattr(node.target, "__name__", "")
+        if node.op == "call_function" and ("autocast" in name or "grad_enabled" in name or "inference" in name):
+            number += 1
+        found[node] = number
+    return found

@@ -1,0 +1,163 @@
+"""In-place operators of a graph: made functional where the graph owns the memory, so that patterns see values.
+
+Dynamo's fake tensors share storage exactly as the real ones will. A storage that the graph allocates and that all its
+nodes see with one shape and stride is a variable: a write makes its next value, and later readers read that one.
+Other writes (to inputs, through views) stay as they are, and no match contains a value of such a storage.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from transformer_kernels.patching.graph._canonical import fake, name_of
+
+FUNCTIONAL = {
+    operator.iadd: operator.add,
+    operator.isub: operator.sub,
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+}
+KNOWN = ("masked_fill_", "add_", "sub_", "mul_", "div_", "pow_", "relu_", "sigmoid_", "tanh_", "sqrt_", "rsqrt_",
+         "neg_", "square_", "clamp_", "exp_")  # fmt: skip
+"""In-place methods whose functional form has the same name without the last character."""
+
+KEY = "transformer_kernels_in_place"
+
+
+class Writes:
+    """What a graph writes in place; `restore` undoes what this changed and no match has removed."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._graph = graph
+        self._positions = {node: index for index, node in enumerate(graph.nodes)}
+        self._storages: dict[int, list[fx.Node]] = {}
+        for node in graph.nodes:
+            for storage in _storages(fake(node)):
+                self._storages.setdefault(storage, []).append(node)
+        self._unsafe: dict[int, list[int]] = {}
+        self._changed: list[fx.Node] = []
+        self._sharing: dict[fx.Node, list[fx.Node]] = {}
+        self.unknown: list[int] = []
+        for node in list(graph.nodes):
+            if _writes(node):
+                self._write(node)
+            elif _may_write(node):
+                self.unknown.append(self._positions[node])
+
+    def _write(self, node: fx.Node) -> None:
+        target = _target(node)
+        if self._is_variable(node, target):
+            readers = [user for user in target.users if self._positions.get(user, -1) > self._positions[node]]
+            for user in readers:
+                user.replace_input_with(target, node)
+            node.meta[KEY] = node.target
+            _make_functional(node)
+            self._changed.append(node)
+            self._sharing[node] = [each for storage in _storages(fake(node)) for each in self._storages[storage]]
+            return
+        for storage in _storages(fake(target)):
+            self._unsafe.setdefault(storage, []).append(self._positions[node])
+        if not _storages(fake(target)):
+            self.unknown.append(self._positions[node])
+
+    def _is_variable(self, node: fx.Node, target: Any) -> bool:
+        known = node.target in FUNCTIONAL if node.op == "call_function" else node.target in KNOWN
+        value = fake(target)
+        if not known or not isinstance(value, Tensor) or not isinstance(fake(node), Tensor):
+            return False
+        others = [each for each in node.all_input_nodes if isinstance(fake(each), Tensor)]
+        if any(fake(each).dtype not in (value.dtype, torch.bool) for each in others):
+            return False  # in place the dtype is that of the target
+        sharing = [each for storage in _storages(value) for each in self._storages[storage]]
+        first = min(sharing, key=lambda each: self._positions[each])
+        if first.op not in ("call_function", "call_method"):
+            return False
+        return all(_is_whole(fake(each), value) for each in sharing)
+
+    def touches(self, node: fx.Node) -> bool:
+        """Whether a node's memory is written to in place somewhere in the graph."""
+        return any(storage in self._unsafe for storage in _storages(fake(node)))
+
+    def between(self, node: fx.Node, first: fx.Node, last: fx.Node) -> bool:
+        """Whether a node's memory may change after `first` and before `last`."""
+        begin, end = self.position(first), self.position(last)
+        positions = [*self.unknown]
+        for storage in _storages(fake(node)):
+            positions += self._unsafe.get(storage, [])
+        return any(begin < position < end for position in positions)
+
+    def position(self, node: fx.Node) -> int:
+        return self._positions[node]
+
+    def place(self, node: fx.Node, at: fx.Node) -> None:
+        """A new node runs where an original one ran."""
+        self._positions[node] = self._positions[at]
+
+    def restore(self) -> None:
+        """In-place operators again, where no later node reads the value before the write."""
+        order = {node: index for index, node in enumerate(self._graph.nodes)}
+        for node in self._changed:
+            if node not in order:
+                continue
+            target = node.args[0]
+            assert isinstance(target, fx.Node)
+            whole = all(each in order for each in self._sharing[node])
+            if whole and target in self._sharing[node] and all(order[user] <= order[node] for user in target.users):
+                node.target = node.meta.pop(KEY)
+
+
+def _storages(value: Any) -> list[int]:
+    if isinstance(value, (tuple, list)):
+        return [storage for each in value for storage in _storages(each)]
+    if not isinstance(value, Tensor):
+        return []
+    try:
+        return [value.untyped_storage()._cdata]
+    except (NotImplementedError, RuntimeError):
+        return []
+
+
+def _is_whole(value: Any, other: Tensor) -> bool:
+    """The same elements, as far as is known without a guard."""
+    if not isinstance(value, Tensor) or value.dim() != other.dim() or value.dtype is not other.dtype:
+        return False
+    pairs = (*zip(value.shape, other.shape, strict=True), *zip(value.stride(), other.stride(), strict=True))
+    return all(str(a) == str(b) for a, b in pairs) and str(value.storage_offset()) == str(other.storage_offset())
+
+
+def _target(node: fx.Node) -> Any:
+    if "out" in node.kwargs:
+        return node.kwargs["out"]
+    return node.args[0] if node.args else node.kwargs.get("input")
+
+
+def _writes(node: fx.Node) -> bool:
+    if node.op not in ("call_function", "call_method"):
+        return False
+    name = name_of(node) or ""
+    name = name or str(getattr(node.target, "__name__", ""))
+    if node.kwargs.get("out") is not None or node.kwargs.get("inplace") is True:
+        return True
+    if name in ("dropout", "alpha_dropout", "feature_dropout") and len(node.args) > 3 and node.args[3] is True:
+        return True
+    if len(node.args) > 1 and node.args[1] is True and name in ("relu", "silu", "relu6", "selu", "mish", "hardtanh"):
+        return True
+    return name.endswith("_") and not name.endswith("__") or name == "__setitem__"
+
+
+def _may_write(node: fx.Node) -> bool:
+    """Functions that are not torch's and receive tensors: custom operators, higher-order operators, submodules."""
+    if node.op == "call_module":
+        return True
+    return node.op == "call_function" and name_of(node) is None and bool(node.all_input_nodes)
+
+
+def _make_functional(node: fx.Node) -> None:
+    if node.op == "call_function":
+        node.target = FUNCTIONAL[node.target]  # type: ignore[index]
+    else:
+        node.target = str(node.target)[:-1]
