@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -254,6 +254,10 @@ def _on_cpu(device: torch.device) -> Iterator[Task]:
     yield from _output_layers(sizes, fp32, ("forward", "both"), (*ON_CPU, "eager"))
     yield from _attention(sizes, bf16, EVERY_KIND[:2], ("forward", "both"), fused)
     yield from _attention(sizes, fp32, (("causal", 32), ("padded", 64)), ("forward", "both"), fused)
+    uneven = replace(sizes, lengths=(65, 129, 197, 1025), widths=(77, 1001))  # multiples of no vector or tile
+    for dtype in (fp32, bf16):
+        yield from _attention(uneven, dtype, (("full", 64),), ("forward", "both"), fused)
+    yield from _rows(uneven, fp32, ("forward", "both"), (*ON_CPU, "eager"))
     yield from step_tasks(device, Recipe("gpt2", 4, 64), UNCOMPILED)
     yield from call_tasks()
     everyone = _narrowed(sizes, (512,), (768,))  # one point with every candidate, so that each is timed or explained

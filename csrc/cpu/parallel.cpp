@@ -3,12 +3,19 @@
 #include <sys/mman.h>
 #endif
 
+#if defined(__SSE__)
+#include <xmmintrin.h>
+#endif
+
+#include <algorithm>
 #include <cstdlib>
 #include <new>
+#include <numeric>
 
 #define TK_LEVEL plain
 #include "pages.h"
 #include "parallel.h"
+#include "scratch.h"
 
 // PyTorch's own OpenMP threads where it brings GNU's runtime, as its Linux wheels do: a second pool would have to share
 // the cores with the first one, whose idle threads spin. Without that runtime the calling thread does all the work.
@@ -45,6 +52,8 @@ struct Scratch {
     for (void* each : memory) std::free(each);
   }
 };
+thread_local Scratch kept;
+int64_t filled_with = -1;
 
 }  // namespace
 
@@ -62,7 +71,6 @@ void run_parallel(int64_t tasks, int64_t threads, void (*run)(void*, int64_t, in
 
 void* scratch_bytes(int slot, size_t bytes) {
   constexpr size_t ALIGNMENT = 64;
-  thread_local Scratch kept;
   if (bytes > kept.bytes[slot]) {
     const size_t rounded = (bytes + bytes / 4 + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
     std::free(kept.memory[slot]);
@@ -70,7 +78,24 @@ void* scratch_bytes(int slot, size_t bytes) {
     if (posix_memalign(&kept.memory[slot], ALIGNMENT, rounded)) throw std::bad_alloc();
     kept.bytes[slot] = rounded;
   }
+  if (filled_with >= 0)
+    std::fill_n(static_cast<uint32_t*>(kept.memory[slot]), (bytes + 3) / 4, static_cast<uint32_t>(filled_with));
   return kept.memory[slot];
+}
+
+void fill_scratch(int64_t word) { filled_with = word; }
+
+unsigned long long kept_scratch() { return std::accumulate(kept.bytes, kept.bytes + SCRATCH_SLOTS, size_t{0}); }
+
+bool denormal_operand() {
+#if defined(__SSE__)
+  constexpr unsigned DENORMAL = 2;
+  const unsigned state = _mm_getcsr();
+  _mm_setcsr(state & ~DENORMAL);
+  return state & DENORMAL;
+#else
+  return false;
+#endif
 }
 
 void expect_result([[maybe_unused]] const void* memory, [[maybe_unused]] int64_t bytes) {

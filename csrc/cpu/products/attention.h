@@ -87,6 +87,7 @@ struct Block {
   int64_t count;                     // lanes that are used; the others repeat the first
   int64_t any_low, any_high;         // keys that some lane sees
   int64_t all_low, all_high;         // keys that all lanes see
+  TK_INLINE int registers() const { return static_cast<int>((count + WIDTH - 1) / WIDTH); }  // with used lanes
 };
 
 // Takes from each lane the keys outside its range; the others are positions in the span.
@@ -244,8 +245,6 @@ TK_INLINE void product_in_pieces(int64_t longest, const float* a, int64_t a_row,
     product<true>(a + k, {a_row, 1}, b + k * b_row, b_row, c, c_row, M, registers, smaller(longest, K - k), fetches);
 }
 
-constexpr int64_t ROW_GROUP = 8;  // float32 rows of keys that products read at one time
-
 // Rows of float32 and their distance.
 struct Matrix {
   const float* data = nullptr;
@@ -261,11 +260,10 @@ TK_INLINE bool has_readable_rows(const AttentionCall& call, const View& tensor, 
          (tensor.row == pitch || tensor.row % CONFLICT);
 }
 
-// The packed keys of a tensor where they can be read in place, up to a whole group of rows, else none.
+// The packed keys of a tensor where they can be read in place, else none.
 TK_INLINE Matrix keys_in_place(const AttentionCall& call, const View& tensor, int64_t batch, const Keys& keys,
                                int64_t kv_head, int64_t pitch) {
-  const bool readable = has_readable_rows(call, tensor, pitch) && !keys.position &&
-                        keys.first + aligned(keys.count, ROW_GROUP) <= call.keys;
+  const bool readable = has_readable_rows(call, tensor, pitch) && !keys.position;
   return readable ? Matrix{row_of<const float>(tensor, batch, kv_head, keys.first), tensor.row} : Matrix{};
 }
 
@@ -380,9 +378,9 @@ template <class F> TK_INLINE void by_dtype(const Added& added, const F& f) {
   by_dtype(added.dtype, f);
 }
 
-// Scores of the packed keys [from, to) become scale * score + what is added.
+// Scores of the packed keys [from, to) and the lanes of register n become scale * score + what is added.
 template <int REGISTERS>
-inline void add_to_scores(const Added& added, int64_t batch, const Keys& keys, const Block<REGISTERS>& block,
+inline void add_to_scores(const Added& added, int64_t batch, const Keys& keys, const Block<REGISTERS>& block, int n,
                           float scale, int64_t from, int64_t to, float* scores) {
   constexpr int SIZE = Block<REGISTERS>::SIZE;
   const int64_t* stride = added.stride;
@@ -391,51 +389,48 @@ inline void add_to_scores(const Added& added, int64_t batch, const Keys& keys, c
   alignas(64) float rows[WIDTH * WIDTH], columns[WIDTH * WIDTH];
   by_dtype(added, [&](auto type) TK_LAMBDA {
     using T = typename decltype(type)::type;
-    for (int n = 0; n < REGISTERS; ++n)
-      for (int64_t key = from; key < to; key += WIDTH) {
-        const int64_t some = smaller(WIDTH, to - key);
-        for (int lane = 0; lane < WIDTH; ++lane) {
-          const int64_t head = block.head[n * WIDTH + lane], row = block.query[n * WIDTH + lane];
-          const T* bias = at<const T>(added.data) + batch * stride[0] + head * stride[1] + row * stride[2];
-          if (dense && some == WIDTH) store(rows + lane * WIDTH, load(bias + keys.first + key));
-          else if (dense) store(rows + lane * WIDTH, load(bias + keys.first + key, Part{static_cast<int>(some)}));
-          else for (int64_t i = 0; i < WIDTH; ++i)
-            rows[lane * WIDTH + i] = i < some ? element(bias[row_of_key(keys, key + i) * stride[3]]) : 0.0f;
-        }
-        transpose_square(rows, WIDTH, 1.0f, columns, WIDTH);
-        for (int64_t i = 0; i < some; ++i) {
-          float* score = scores + (key - from + i) * SIZE + n * WIDTH;
-          store(score, fma(load(score), factor, load(columns + i * WIDTH)));
-        }
+    for (int64_t key = from; key < to; key += WIDTH) {
+      const int64_t some = smaller(WIDTH, to - key);
+      for (int lane = 0; lane < WIDTH; ++lane) {
+        const int64_t head = block.head[n * WIDTH + lane], row = block.query[n * WIDTH + lane];
+        const T* bias = at<const T>(added.data) + batch * stride[0] + head * stride[1] + row * stride[2];
+        if (dense && some == WIDTH) store(rows + lane * WIDTH, load(bias + keys.first + key));
+        else if (dense) store(rows + lane * WIDTH, load(bias + keys.first + key, Part{static_cast<int>(some)}));
+        else for (int64_t i = 0; i < WIDTH; ++i)
+          rows[lane * WIDTH + i] = i < some ? element(bias[row_of_key(keys, key + i) * stride[3]]) : 0.0f;
       }
+      transpose_square(rows, WIDTH, 1.0f, columns, WIDTH);
+      for (int64_t i = 0; i < some; ++i) {
+        float* score = scores + (key - from + i) * SIZE + n * WIDTH;
+        store(score, fma(load(score), factor, load(columns + i * WIDTH)));
+      }
+    }
   });
 }
 
-// Scores of the packed keys [from, to) become scale * score - slope * |distance|.
+// The same for scale * score - slope * |distance|.
 template <int REGISTERS>
 inline void add_distances(const AttentionCall& call, const Span& span, const Keys& keys, const Block<REGISTERS>& block,
-                          float scale, int64_t from, int64_t to, float* scores) {
+                          int n, float scale, int64_t from, int64_t to, float* scores) {
   const float* slopes = at<const float>(call.alibi_slopes) + span.batch * call.slope_strides.at[0];
   const Ints shift = splat_int(static_cast<int32_t>(span.first_key + span.keys - span.first_query - span.queries));
   const Floats factor = splat(scale);
-  for (int n = 0; n < REGISTERS; ++n) {
-    Floats slope;
-    for (int lane = 0; lane < WIDTH; ++lane)
-      slope[lane] = -slopes[block.head[n * WIDTH + lane] * call.slope_strides.at[1]];
-    const Ints position = load_ints(block.query + n * WIDTH) + shift;
-    for (int64_t key = from; key < to; ++key) {
-      const Ints distance = position - splat_int(static_cast<int32_t>(row_of_key(keys, key)));
-      float* score = scores + (key - from) * Block<REGISTERS>::SIZE + n * WIDTH;
-      store(score, fma(slope, magnitude(__builtin_convertvector(distance, Floats)), load(score) * factor));
-    }
+  Floats slope;
+  for (int lane = 0; lane < WIDTH; ++lane)
+    slope[lane] = -slopes[block.head[n * WIDTH + lane] * call.slope_strides.at[1]];
+  const Ints position = load_ints(block.query + n * WIDTH) + shift;
+  for (int64_t key = from; key < to; ++key) {
+    const Ints distance = position - splat_int(static_cast<int32_t>(row_of_key(keys, key)));
+    float* score = scores + (key - from) * Block<REGISTERS>::SIZE + n * WIDTH;
+    store(score, fma(slope, magnitude(__builtin_convertvector(distance, Floats)), load(score) * factor));
   }
 }
 
-// `count` products become softcap * tanh(scale * product / softcap);
+// A register of each of `rows` rows becomes softcap * tanh(scale * product / softcap);
 // slopes, if wanted, the derivative of what is capped.
-inline void cap_scores(const Options& options, int64_t count, float* scores, float* slopes) {
+inline void cap_scores(const Options& options, int64_t rows, int64_t pitch, float* scores, float* slopes) {
   const Floats inner = splat(__builtin_fabsf(options.scale) / options.softcap), outer = splat(options.softcap);
-  for (int64_t i = 0; i < count; i += WIDTH) {
+  for (int64_t i = 0; i < rows * pitch; i += pitch) {
     const Floats tangent = hyperbolic_tangent(load(scores + i) * inner);
     store(scores + i, tangent * outer);
     if (slopes) store(slopes + i, fma(-tangent, tangent, splat(1.f)));
@@ -447,19 +442,24 @@ TK_INLINE bool adjusts_scores(const AttentionCall& call, const Options& options)
   return call.bias || call.mask || call.alibi_slopes || options.softcap > 0.f;
 }
 
-// Products of the packed keys [from, to) with a block's queries become scores: scaled, capped, with all that is added.
+// Products of the packed keys [from, to) with the queries of a block's register n become scores: scaled, capped, with
+// all that is added.
 template <int REGISTERS>
 inline void adjust_scores(const AttentionCall& call, const Options& options, const Span& span, const Keys& keys,
-                          const Block<REGISTERS>& block, int64_t from, int64_t to, float* scores,
+                          const Block<REGISTERS>& block, int n, int64_t from, int64_t to, float* scores,
                           float* cap_slopes = nullptr) {
+  constexpr int64_t SIZE = Block<REGISTERS>::SIZE;
   float scale = __builtin_fabsf(options.scale);
-  if (options.softcap > 0.f) cap_scores(options, (to - from) * Block<REGISTERS>::SIZE, scores, cap_slopes), scale = 1.f;
+  if (options.softcap > 0.f) {
+    cap_scores(options, to - from, SIZE, scores + n * WIDTH, cap_slopes ? cap_slopes + n * WIDTH : nullptr);
+    scale = 1.f;
+  }
   const auto add = [&](const Added& added) TK_LAMBDA {
-    add_to_scores(added, span.batch, keys, block, scale, from, to, scores), scale = 1.f;
+    add_to_scores(added, span.batch, keys, block, n, scale, from, to, scores), scale = 1.f;
   };
   if (call.bias) add({call.bias, call.bias_strides.at, call.bias_is_float32 ? FLOAT32 : call.dtype});
   if (call.mask) add({call.mask, call.mask_strides.at, Added::SHOWN});
-  if (call.alibi_slopes) add_distances(call, span, keys, block, scale, from, to, scores);
+  if (call.alibi_slopes) add_distances(call, span, keys, block, n, scale, from, to, scores);
 }
 
 }  // namespace transformer_kernels::TK_LEVEL

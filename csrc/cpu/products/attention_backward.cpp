@@ -120,8 +120,8 @@ void score_pair(const AttentionCall& call, const Operands& operands, const Query
   };
   int64_t low[2], high[2];
   for (int i = 0; i < 2; ++i) {
-    low[i] = tile.low[n + i] / Operands::ROWS * Operands::ROWS;
-    high[i] = tile.is_empty(n + i) ? low[i] : aligned(tile.high[n + i], Operands::ROWS);
+    low[i] = tile.low[n + i] / Operands::SCORE_ROWS * Operands::SCORE_ROWS;
+    high[i] = tile.is_empty(n + i) ? low[i] : aligned(tile.high[n + i], Operands::SCORE_ROWS);
   }
   const int64_t from = larger(low[0], low[1]), to = smaller(high[0], high[1]);
   if (from >= to) return score(low[0], high[0], n, 1), score(low[1], high[1], n + 1, 1);
@@ -144,7 +144,11 @@ bool fill_tile(const AttentionCall& call, const Options& options, const Span& sp
   if (!any) return false;
   for (int n = 0; n < REGISTERS; n += 2) score_pair(call, operands, block, n, tile);
   const bool adjusts = adjusts_scores(call, options);
-  if (adjusts) adjust_scores(call, options, span, keys, block.lanes, key, key + rows, tile.weights, tile.cap_slopes);
+  for (int n = 0; adjusts && n < REGISTERS; ++n) {
+    const int64_t low = tile.low[n], at = low * SIZE;
+    adjust_scores(call, options, span, keys, block.lanes, n, key + low, key + tile.high[n], tile.weights + at,
+                  tile.cap_slopes ? tile.cap_slopes + at : nullptr);
+  }
   if (call.seed) draw_keys(call, options.dropout, span.batch, keys, block.lanes, key, key + rows, tile.bits);
   const Weighing how{adjusts ? 1.f : __builtin_fabsf(options.scale), options.dropout.scale, call.seed != 0};
   for (int n = 0; n < REGISTERS; ++n) {

@@ -11,7 +11,7 @@ constexpr int REGISTERS = 4;
 using Queries = Block<REGISTERS>;
 constexpr int64_t SIZE = Queries::SIZE;  // queries of a tile
 constexpr int64_t CHUNK = 64;            // keys of a tile
-constexpr int64_t SLACK = 16;            // rows that a product may read or write behind the last
+constexpr int64_t SLACK = 16;            // rows between buffers, which pages apart would share few sets of a cache
 constexpr int64_t SMALL_BLOCK = 16;      // queries
 constexpr int64_t SHORT_SUM = 16;        // columns that one register adds up for a small block
 // Floats of keys, of values and of each one's gradients that stay in the second-level cache with a block of queries:
@@ -77,7 +77,7 @@ template <class F> TK_INLINE void over_query_runs(const Tile& tile, const F& f) 
 // Scratch buffers in float32: keys, values and their gradients of all cached chunks, and those of one; of a block of
 // queries q and dout, both also transposed, and dq.
 struct Wide {
-  static constexpr int ROWS = ROW_GROUP;  // of keys at a time
+  static constexpr int SCORE_ROWS = 1, ROWS = 8;  // keys whose scores, and whose gradients, are computed together
   int64_t pitch, size;            // floats in a row, and of each tensor in `buffers`
   float* buffers;                    // keys, values, dkeys, dvalues: (chunks * CHUNK + SLACK, pitch)
   float *dkeys, *dvalues;
@@ -134,10 +134,10 @@ struct Wide {
     multiply(keys, q_transposed(block), tile.weights), multiply(values, dout_transposed(block), tile.gradients);
   }
 
-  // Weights and gradients of scores that no lane sees, up to whole groups of rows, become 0.
+  // Weights and gradients of scores that no lane sees, up to whole groups or registers of rows, become 0.
   void complete(int64_t rows, Tile& tile) const {
     for (int n = 0; n < REGISTERS; ++n)
-      for (int64_t row = 0; row < aligned(rows, ROWS); ++row)
+      for (int64_t row = 0; row < aligned(rows, larger(ROWS, WIDTH)); ++row)
         if (row < tile.low[n] || row >= tile.high[n])
           store(tile.weights + row * SIZE + n * WIDTH, splat(0.f)),
               store(tile.gradients + row * SIZE + n * WIDTH, splat(0.f));
@@ -177,7 +177,7 @@ struct Wide {
 // The same in bfloat16. P^T and dS^T are rounded as rows, which multiply q and dout, and dS^T also in pairs of rows,
 // which the transposed keys multiply; dq is transposed.
 struct Pairs {
-  static constexpr int ROWS = PAIR_ROWS;
+  static constexpr int SCORE_ROWS = PAIR_ROWS, ROWS = PAIR_ROWS;
   int64_t pitch, size;
   // dkeys and dvalues, then in bfloat16 keys, values and keys transposed: (chunks * CHUNK + SLACK, pitch)
   float* buffers;

@@ -7,7 +7,8 @@ namespace transformer_kernels::TK_LEVEL {
 namespace {
 
 constexpr int64_t CHUNK = 128;        // keys whose scores exist at one time
-constexpr int64_t SLACK = 16;         // rows that a product may read or write behind the last
+constexpr int64_t ROW_GROUP = 8;      // float32 keys, of which chunks begin at a multiple
+constexpr int64_t SLACK = 16;         // rows behind the scores: buffers pages apart would share few sets of a cache
 // Blocks of queries that share each chunk of keys where keys and values exceed the second-level cache, and that size.
 constexpr int64_t SHARING_BLOCKS = 4, CACHED_FLOATS = 65536;
 
@@ -69,7 +70,7 @@ template <int LANE_REGISTERS> struct Wide {
   static constexpr int64_t SIZE = Block<REGISTERS>::SIZE;
   int64_t pitch;  // floats in a packed row
   bool streamed;
-  float *keys, *values;                        // (key_rows + SLACK, pitch)
+  float *keys, *values;                        // (key_rows, pitch)
   Matrix rows_of_keys, rows_of_values;         // those, or where the call's lie
   float *queries, *KQ, *blocks;  // (SIZE, pitch), (CHUNK, SIZE), of each block:
   float *transposed, *VKQ;          // (pitch, SIZE), (SIZE, pitch)
@@ -78,8 +79,8 @@ template <int LANE_REGISTERS> struct Wide {
 
   Wide(const AttentionCall& call, const Options& options, int64_t key_rows, bool streams, int64_t sharing = 1)
       : pitch(options.pitch), streamed(streams), fetches(size_of_element(call) * call.width, REGISTERS == 1) {
-    keys = scratch<float>(KEY_ROWS, (key_rows + SLACK) * pitch);
-    values = scratch<float>(VALUE_ROWS, (key_rows + SLACK) * pitch);
+    keys = scratch<float>(KEY_ROWS, key_rows * pitch);
+    values = scratch<float>(VALUE_ROWS, key_rows * pitch);
     queries =
         scratch<float>(WORKSPACE, ((1 + 2 * sharing) * pitch + CHUNK + SLACK) * SIZE + (CHUNK * REGISTERS + 1) / 2);
     KQ = queries + SIZE * pitch;
@@ -119,9 +120,9 @@ template <int LANE_REGISTERS> struct Wide {
   }
   void clear_VKQ() const { memset(VKQ, 0, sizeof(float) * SIZE * pitch); }
 
-  void score(const AttentionCall& call, int64_t key, int64_t rows) {
-    product_in_pieces(LONGEST_SCORE, rows_of_keys.at(at_row(key)), rows_of_keys.row, transposed, SIZE, KQ, SIZE,
-                      aligned(rows, ROW_GROUP), REGISTERS, call.width, &fetches);
+  void score(const AttentionCall& call, int64_t key, int64_t rows, int registers) {
+    product_in_pieces(LONGEST_SCORE, rows_of_keys.at(at_row(key)), rows_of_keys.row, transposed, SIZE, KQ, SIZE, rows,
+                      registers, call.width, &fetches);
   }
 
   void put_weights(int64_t row, int n, Floats even, Floats odd) {
@@ -217,27 +218,28 @@ template <int LANE_REGISTERS> struct Pairs {
   }
   void clear_VKQ() const { memset(VKQ, 0, sizeof(float) * SIZE * height); }
 
-  void score(const AttentionCall&, int64_t key, int64_t rows) {
+  void score(const AttentionCall&, int64_t key, int64_t rows, int registers) {
     pair_product<false>(keys + (streamed ? 0 : key * depth), depth, transposed, SIZE, KQ, SIZE,
-                        aligned(rows, PAIR_ROWS), REGISTERS, depth, &fetches);
+                        aligned(rows, PAIR_ROWS), registers, depth, &fetches);
   }
 
   void put_weights(int64_t row, int n, Floats even, Floats odd) {
     store(weights + row / 2 * SIZE + n * WIDTH, rounded_pairs(even, odd));
   }
 
-  void add_values(const Block<REGISTERS>&, int64_t key, int64_t rows, bool first, const float* alpha) {
+  void add_values(const Block<REGISTERS>& block, int64_t key, int64_t rows, bool first, const float* alpha) {
     const int64_t all = aligned(rows, PAIR_DEPTH);
+    const int used = block.registers();
     for (int64_t i = (rows + 1) / 2 * SIZE; i < all / 2 * SIZE; i += WIDTH) store(weights + i, splat(0.f));
     const Bfloat16* from = values_at(key) + (streamed ? 0 : key % CHUNK);
-    if (first) return pair_product<false>(from, CHUNK, weights, SIZE, VKQ, SIZE, height, REGISTERS, all, &fetches);
-    for (int n = 0; n < REGISTERS; ++n) {
+    if (first) return pair_product<false>(from, CHUNK, weights, SIZE, VKQ, SIZE, height, used, all, &fetches);
+    for (int n = 0; n < used; ++n) {
       const Floats shrink = load(alpha + n * WIDTH);
       if (lane_bits(shrink != 1.f))
         for (int64_t d = 0; d < height; ++d)
           store(VKQ + d * SIZE + n * WIDTH, load(VKQ + d * SIZE + n * WIDTH) * shrink);
     }
-    pair_product<true>(from, CHUNK, weights, SIZE, VKQ, SIZE, height, REGISTERS, all, &fetches);
+    pair_product<true>(from, CHUNK, weights, SIZE, VKQ, SIZE, height, used, all, &fetches);
   }
 
   void write(const AttentionCall& call, int64_t batch, const Block<REGISTERS>& block, const float* inverse) const {
@@ -259,26 +261,28 @@ template <int LANE_REGISTERS> struct Pairs {
 template <int REGISTERS>
 inline void mask_keys(const Block<REGISTERS>& block, int64_t key, int64_t from, int64_t to, float* KQ) {
   for (int64_t row = from; row < to; ++row)
-    for (int n = 0; n < REGISTERS; ++n) {
+    for (int n = 0; n < block.registers(); ++n) {
       float* score = KQ + row * Block<REGISTERS>::SIZE + n * WIDTH;
       store(score, sees(block, n, key + row) ? load(score) : splat(-INFINITY));
     }
 }
 
-// Scores -> weights relative to the running maximum; alpha: what earlier sums are multiplied by. The maximum is taken
-// off before the change of base, which keeps the bits of large weights, and a bias of the lowest number finite.
-template <class Operands>
+// Scores -> weights relative to the running maximum in the first REGISTERS registers; alpha: what earlier sums are
+// multiplied by. The maximum is taken off before the change of base, which keeps the bits of large weights, and a bias
+// of the lowest number finite.
+template <int REGISTERS, class Operands>
 inline void online_softmax(State<Operands::REGISTERS>& state, float factor, int64_t rows, bool dropped,
                            Operands& operands, float* alpha) {
-  constexpr int REGISTERS = Operands::REGISTERS;
   constexpr int64_t SIZE = Operands::SIZE;
   const float* KQ = operands.KQ;
   Floats top[2][REGISTERS], base[REGISTERS], total[2][REGISTERS];
   for (int n = 0; n < REGISTERS; ++n) top[0][n] = top[1][n] = state.M[n];
   for (int64_t row = 0; row + 2 <= rows; row += 2)
 #pragma GCC unroll 8
-    for (int i = 0; i < 2 * REGISTERS; ++i)
-      top[i / REGISTERS][i % REGISTERS] = maximum(load(KQ + row * SIZE + i * WIDTH), top[i / REGISTERS][i % REGISTERS]);
+    for (int i = 0; i < 2 * REGISTERS; ++i) {
+      const int odd = i / REGISTERS, n = i % REGISTERS;
+      top[odd][n] = maximum(load(KQ + (row + odd) * SIZE + n * WIDTH), top[odd][n]);
+    }
   if (rows % 2)
     for (int n = 0; n < REGISTERS; ++n) top[0][n] = maximum(load(KQ + (rows - 1) * SIZE + n * WIDTH), top[0][n]);
   const Floats scale = splat(factor);
@@ -296,7 +300,7 @@ inline void online_softmax(State<Operands::REGISTERS>& state, float factor, int6
     return exp2((load(KQ + row * SIZE + n * WIDTH) - base[n]) * scale);
   };
   const auto left = [&](int64_t row, int n, Floats e) TK_LAMBDA {
-    return dropped ? kept(operands.bits[row * REGISTERS + n], e) : e;
+    return dropped ? kept(operands.bits[row * Operands::REGISTERS + n], e) : e;
   };
   for (int64_t row = 0; row + 2 <= rows; row += 2)
 #pragma GCC unroll 4
@@ -328,7 +332,8 @@ struct NonFinite {
   uint8_t* rows;
   bool any = false;
   NonFinite(const AttentionCall& call, int64_t key_rows)
-      : rows(smaller(call.left, call.right) < NO_LIMIT || call.key_ranges ? scratch<uint8_t>(NONFINITE, key_rows + SLACK) : nullptr) {}
+      : rows(smaller(call.left, call.right) < NO_LIMIT || call.key_ranges ? scratch<uint8_t>(NONFINITE, key_rows)
+                                                                           : nullptr) {}
 };
 
 // A block of queries and the state of its softmax over the packed keys [first, end) that it sees,
@@ -360,13 +365,17 @@ void attend(const AttentionCall& call, const Options& options, const Span& span,
     fetch(call, call.v, span.batch, 0, next, end, operands.fetches, position);
     nonfinite.any = operands.load_keys(call, span.batch, keys, kv_head, key, key + rows, nonfinite.rows);
   }
-  operands.score(call, key, rows);
+  const int used = block.registers();
+  operands.score(call, key, rows, used);
   float* KQ = operands.KQ;
-  if (adjusts_scores(call, options)) adjust_scores(call, options, span, keys, block, key, key + rows, KQ);
+  for (int n = 0; adjusts_scores(call, options) && n < used; ++n)
+    adjust_scores(call, options, span, keys, block, n, key, key + rows, KQ);
   if (call.seed) draw_keys(call, options.dropout, span.batch, keys, block, key, key + rows, operands.bits);
   mask_keys(block, key, 0, smaller(rows, larger(0, block.all_low - key)), KQ);
   mask_keys(block, key, larger(0, smaller(rows, block.all_high - key)), rows, KQ);
-  online_softmax(tile.state, weight_factor(call, options), rows, call.seed, operands, alpha);
+  const float factor = weight_factor(call, options);
+  if (used == 1) online_softmax<1>(tile.state, factor, rows, call.seed, operands, alpha);
+  else online_softmax<Operands::REGISTERS>(tile.state, factor, rows, call.seed, operands, alpha);
   if (nonfinite.any) propagate_nonfinite(block, key, rows, nonfinite.rows + (operands.streamed ? 0 : key), tile.state);
   operands.add_values(block, key, rows, key == tile.first, alpha);
   tile.next = key + rows;
@@ -457,18 +466,15 @@ void forward_task(const AttentionCall& call, const Options& options, int64_t tas
   }
 }
 
-// A small number of queries against many keys. One task owns one piece of the keys;
-// then the pieces of each head are combined.
+// A small number of queries against many keys, in pieces of the keys that are combined for each key head ("owner").
 template <int REGISTERS> struct Split {
   static constexpr int SIZE = Block<REGISTERS>::SIZE;
-  int64_t pieces, size;  // floats of a piece: M, S, VKQ
-  float* memory;
+  int64_t rows, pieces, size;  // queries of an owner; floats of a piece: M (SIZE), S (SIZE), VKQ (rows, pitch)
 
-  Split(const AttentionCall& call, int64_t pitch) {
-    pieces = (call.keys + SPLIT_KEYS - 1) / SPLIT_KEYS;
-    size = SIZE * (2 + pitch);
-    memory = scratch<float>(PARTIAL, call.batch * call.kv_heads * pieces * size);
-  }
+  Split(const AttentionCall& call, int64_t pitch)
+      : rows(call.heads / call.kv_heads * call.queries), pieces((call.keys + SPLIT_KEYS - 1) / SPLIT_KEYS),
+        size(2 * SIZE + rows * pitch) {}
+  float* memory(int64_t owners) const { return scratch<float>(PARTIAL, owners * pieces * size); }
 
   // The same as `piece` while decoding: all queries see the same keys.
   void decode(const AttentionCall& call, const Options& options, const Span& span, const Keys& keys, int64_t kv_head,
@@ -484,40 +490,38 @@ template <int REGISTERS> struct Split {
                  weight_factor(call, options), queries + SIZE * pitch, result, result + SIZE, result + 2 * SIZE);
   }
 
-  void piece(const AttentionCall& call, const Options& options, int64_t task) const {
-    const int64_t index = task % pieces, kv_head = task / pieces % call.kv_heads, group = call.heads / call.kv_heads;
-    const Span span = span_at(call, task / pieces / call.kv_heads);
+  void piece(const AttentionCall& call, const Options& options, int64_t owner, int64_t index, float* result) const {
+    const int64_t kv_head = owner % call.kv_heads, group = call.heads / call.kv_heads;
+    const Span span = span_at(call, owner / call.kv_heads);
     const Keys keys = keys_of(call, span, POSITIONS);
     QueryTile<REGISTERS> tile;
     const Block<REGISTERS>& block = tile.block;
     const State<REGISTERS>& state = tile.state;
-    set_block(tile.block, call, span, keys, kv_head * group, 0, group * span.queries);
+    set_block(tile.block, call, span, keys, kv_head * group, 0, rows);
     tile.start(larger(block.any_low, index * SPLIT_KEYS), smaller(block.any_high, (index + 1) * SPLIT_KEYS));
-    if (is_decode(call, options)) return decode(call, options, span, keys, kv_head, tile, memory + task * size);
+    if (is_decode(call, options)) return decode(call, options, span, keys, kv_head, tile, result);
     tile.first = tile.next = Wide<REGISTERS>::first_key(tile.next);
     Wide<REGISTERS> operands(call, options, CHUNK, true);
     NonFinite nonfinite(call, CHUNK);
     operands.load_queries(call, options, span.batch, block);
     if (tile.next >= tile.end) operands.clear_VKQ();
     while (tile.next < tile.end) attend(call, options, span, keys, kv_head, tile, operands, nonfinite);
-    float* result = memory + task * size;
     for (int n = 0; n < REGISTERS; ++n)
       store(result + n * WIDTH, state.M[n]), store(result + SIZE + n * WIDTH, state.S[n]);
-    memcpy(result + 2 * SIZE, operands.VKQ, sizeof(float) * SIZE * options.pitch);
+    memcpy(result + 2 * SIZE, operands.VKQ, sizeof(float) * rows * options.pitch);
   }
 
-  void combine(const AttentionCall& call, const Options& options, int64_t task) const {
-    const int64_t kv_head = task % call.kv_heads, group = call.heads / call.kv_heads;
-    const Span span = span_at(call, task / call.kv_heads);
+  void combine(const AttentionCall& call, const Options& options, int64_t owner, const float* part) const {
+    const int64_t kv_head = owner % call.kv_heads, group = call.heads / call.kv_heads;
+    const Span span = span_at(call, owner / call.kv_heads);
     Block<REGISTERS> block;
-    set_block(block, call, span, Keys{0, span.keys, nullptr, nullptr}, kv_head * group, 0, group * span.queries);
-    const float* part = memory + task * pieces * size;
+    set_block(block, call, span, Keys{0, span.keys, nullptr, nullptr}, kv_head * group, 0, rows);
     const float factor = weight_factor(call, options);  // not 0: -inf * 0 is NaN
     State<REGISTERS> state;
     for (int64_t i = 0; i < pieces; ++i)
       for (int n = 0; n < REGISTERS; ++n) state.M[n] = maximum(load(part + i * size + n * WIDTH), state.M[n]);
     const Wide<REGISTERS> operands(call, options, CHUNK, true);
-    for (int64_t i = 0; i < SIZE * options.pitch; i += WIDTH) store(operands.VKQ + i, splat(0.f));
+    for (int64_t i = 0; i < rows * options.pitch; i += WIDTH) store(operands.VKQ + i, splat(0.f));
     for (int64_t i = 0; i < pieces; ++i) {
       const float* each = part + i * size;
       alignas(64) float alpha[SIZE];
@@ -547,14 +551,28 @@ template <class Operands> void forward(const AttentionCall& call, const Options&
   });
 }
 
+// A task is an owner or, where these are few, a piece; so that the pieces in memory at a time are those of an owner of
+// each thread or of few owners.
 template <int REGISTERS> void split_forward(const AttentionCall& call, const Options& options) {
   const int64_t owners = span_count(call) * call.kv_heads;
   const Split<REGISTERS> split(call, options.pitch);
-  parallel_for(owners * split.pieces, SPLIT_KEYS * call.width, [&](int64_t begin, int64_t end) {
-    for (int64_t task = begin; task < end; ++task) split.piece(call, options, task);
+  const int64_t pieces = split.pieces, work = SPLIT_KEYS * call.width;
+  if (parts_of(owners, pieces) == 1)
+    return parallel_for(owners, pieces * work, [&](int64_t begin, int64_t end) {
+      float* own = split.memory(1);
+      for (int64_t owner = begin; owner < end; ++owner) {
+        for (int64_t i = 0; i < pieces; ++i) split.piece(call, options, owner, i, own + i * split.size);
+        split.combine(call, options, owner, own);
+      }
+    });
+  float* memory = split.memory(owners);
+  parallel_for(owners * pieces, work, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; ++task)
+      split.piece(call, options, task / pieces, task % pieces, memory + task * split.size);
   });
-  parallel_for(owners, split.pieces * split.size, [&](int64_t begin, int64_t end) {
-    for (int64_t task = begin; task < end; ++task) split.combine(call, options, task);
+  parallel_for(owners, pieces * split.size, [&](int64_t begin, int64_t end) {
+    for (int64_t owner = begin; owner < end; ++owner)
+      split.combine(call, options, owner, memory + owner * pieces * split.size);
   });
 }
 

@@ -78,7 +78,8 @@ TK_INLINE void micro_tile(const float* a, Strides stride, const float* b, int64_
     }
 }
 
-// All rows of a strip N registers wide. A strip of one register takes twice the rows, for as many accumulators.
+// All rows of a strip N registers wide, and no other. A strip of one register takes twice the rows, for as many
+// accumulators.
 template <int N, bool ADD>
 inline __attribute__((noinline)) void strip(const float* a, Strides stride, const float* b, int64_t b_row, float* c,
                                             int64_t c_row, int64_t M, int64_t K, Fetches* fetches) {
@@ -89,6 +90,10 @@ inline __attribute__((noinline)) void strip(const float* a, Strides stride, cons
     micro_tile<ROWS, N, ADD>(a + m * stride.row, stride, b, b_row, c + m * c_row, c_row, K);
   }
   for (; m + 4 <= M; m += 4) micro_tile<4, N, ADD>(a + m * stride.row, stride, b, b_row, c + m * c_row, c_row, K);
+  if (!ADD && M >= 4 && m < M) {  // some rows a second time
+    m = M - 4;
+    return micro_tile<4, N, ADD>(a + m * stride.row, stride, b, b_row, c + m * c_row, c_row, K);
+  }
   for (; m < M; ++m) micro_tile<1, N, ADD>(a + m * stride.row, stride, b, b_row, c + m * c_row, c_row, K);
 }
 
