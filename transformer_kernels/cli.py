@@ -40,11 +40,10 @@ TRAIN_NOTE = """\
 Options can also be set in a --config file by name (batch_size: 32). Command-line options take precedence.
 Ctrl-C and SIGTERM save a checkpoint and exit with status 130 or 143; --resume FOLDER continues the run.
 Multi-process training: --processes 2, or torchrun --nproc-per-node 2 -m transformer_kernels train ... (torchrun itself
-exits with status 1 after Ctrl-C).
+exits with status 1 after Ctrl-C); a run that torchrun restarts (--max-restarts) continues from its last checkpoint.
 """
 
 KERNEL_BACKENDS = ("cpu", "triton", "cuda")
-SHARED_ERRORS = ("Interrupted", "RunFolderError")  # raised in every process of a run; only rank 0 prints them
 NOT_IN_CONFIG = ("run", "arguments", "recipe", "config", "resume", "overwrite", "processes")  # arguments of `train`
 
 
@@ -70,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         name = type(error).__name__
         remedy = "; try a smaller --batch-size" if name == "OutOfMemoryError" else ""
-        if os.environ.get("RANK", "0") == "0" or name not in SHARED_ERRORS:
+        if not getattr(error, "reported", False):  # by another process of the run
             text = f"{'' if name == 'Interrupted' else 'error: '}{error}{remedy}"
             shown = "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)
             print(f"transformer-kernels: {shown}", file=sys.stderr)  # a path may have a terminal's escape sequences
@@ -323,8 +322,9 @@ def _later_options(command: str) -> Iterator[tuple[str, str, Any, Any]]:
 
 
 def _train(chosen: argparse.Namespace) -> int:
-    from transformer_kernels.training.checkpoint import refuse_other_run
+    from transformer_kernels.training.checkpoint import checkpoint_folder, refuse_other_run
     from transformer_kernels.training.distributed import joined_processes, launch
+    from transformer_kernels.training.launched import restarted_run
     from transformer_kernels.training.report import describe_result
     from transformer_kernels.training.trainer import Trainer
 
@@ -333,6 +333,10 @@ def _train(chosen: argparse.Namespace) -> int:
     if chosen.processes > 1 and "WORLD_SIZE" not in os.environ:
         return launch(chosen.processes, chosen.arguments)
     with joined_processes() as processes:
+        if folder := restarted_run(_run_folder(chosen), chosen.recipe, processes):
+            chosen.overwrite, chosen.out = False, str(folder)
+            if checkpoint_folder(folder, ("last", "best")) != folder:
+                chosen.resume = str(folder)
         config, start = _train_config(chosen)
         if config.out and not chosen.overwrite:
             refuse_other_run(Path(config.out), start)
@@ -345,6 +349,14 @@ def _train(chosen: argparse.Namespace) -> int:
             if report := trainer.recipe.report(trainer.model, trainer.device):
                 print(report)
     return 0
+
+
+def _run_folder(chosen: argparse.Namespace) -> str:
+    """The folder of the run, as far as the command line names it."""
+    from transformer_kernels.training.checkpoint import checkpoint_folder
+
+    resumed = str(checkpoint_folder(chosen.resume, ("last", "best")).parent) if chosen.resume else ""
+    return getattr(chosen, "out", "") or resumed
 
 
 def _train_config(chosen: argparse.Namespace) -> tuple[Any, Path | None]:

@@ -8,7 +8,7 @@ from transformer_kernels.training.recipes import find_recipe, make_config
 from transformer_kernels.training.recipes.translate import PairTokenizer, TranslateConfig
 from transformer_kernels.training.tokenizers import ByteTokenizer, CharacterTokenizer
 
-CHANGEABLE = {"out", "device", "backend", "threads", "compile", "cuda_graph", "deterministic"}
+CHANGEABLE = {"accumulate", "out", "device", "backend", "threads", "compile", "cuda_graph", "deterministic"}
 CHANGEABLE |= {"tensorboard", "progress"}
 CHANGEABLE |= {"steps", "epochs", "time_limit", "lr", "schedule", "warmup_steps", "weight_decay", "beta2", "clip"}
 CHANGEABLE |= {"log_every", "eval_every", "save_every", "patience"}

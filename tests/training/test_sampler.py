@@ -113,3 +113,30 @@ def test_the_packed_budget_holds_when_the_longest_items_are_kept():
     sampler = PackedSampler(lengths, 2, seed=0)
     sums = [lengths[batch].sum().item() for batch in batches(sampler, 100)]
     assert sampler.budget == 18 == max(sums)
+
+
+@pytest.mark.parametrize("before, after", [(2, 1), (1, 3), (3, 2)])
+def test_another_number_of_processes_continues_in_the_same_order(make, before, after):
+    def samplers(count):
+        return [make(140, 4, seed=7, rank=rank, world_size=count) for rank in range(count)]
+
+    def together(shares, count):
+        return [sorted(chain(*step)) for step in zip(*(batches(each, count) for each in shares), strict=True)]
+
+    first, second = samplers(before), samplers(after)
+    together(first, 5)
+    state = first[0].state()
+    if isinstance(first[0], PackedSampler):
+        with pytest.raises(ValueError, match="packed batches continue with the number of processes"):
+            second[0].restore(state)
+        return
+    for each in second:
+        each.restore(state)
+    assert together(second, 40) == together(first, 40)
+    assert [each.is_even for each in second] == [4 * before % after == 0] * after
+
+
+def test_a_step_needs_an_item_for_each_process():
+    sampler = ShuffledSampler(20, 1, 0, rank=0, world_size=2)
+    with pytest.raises(ValueError, match="a step has 1 items, which are not enough for 2 processes"):
+        sampler.restore({"epoch": 0, "batch": 0, "items": 1})

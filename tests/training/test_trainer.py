@@ -141,6 +141,25 @@ def test_best_and_last_are_kept(char_config):
     assert_same(weights_of(Path(config.out, "last")), trainer.model.state_dict())
 
 
+def test_a_validation_that_is_not_a_number_is_never_the_best(char_config):
+    config = char_config(steps=9)
+    trainer = Trainer(CharGPT(config))
+    losses = iter([float("nan"), 2.0, float("nan")])
+    trainer.evaluate = lambda stop=None: {"loss": next(losses), "accuracy": 0.0}
+    assert trainer.fit().best_loss == 2.0
+    assert load_checkpoint(Path(config.out, "best")).trainer["step"] == 6
+
+
+@pytest.mark.parametrize("accumulate", [2, 3, 100])
+def test_accumulated_parts_are_the_whole_batch(char_config, accumulate):
+    model = {"layers": 1, "width": 16, "heads": 2, "dropout": 0.0}
+    plain, parts = (Trainer(CharGPT(char_config(accumulate=each, model=model))) for each in (1, accumulate))
+    for _ in range(3):
+        assert parts.step().item() == pytest.approx(plain.step().item(), rel=1e-5)
+    for found, expected in zip(parts.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.allclose(found, expected, rtol=1e-3, atol=2e-5)
+
+
 def test_an_equal_loss_is_no_better_one(char_config):
     config = char_config(steps=100, eval_every=2, patience=2)
     trainer = Trainer(CharGPT(config))

@@ -24,7 +24,7 @@ from transformer_kernels.training._optional import require
 BACKENDS = ("auto", *NAMED_BACKENDS, "reference")
 DTYPES = ("auto", "float32", "tf32", "bfloat16", "float16")
 UNITS = {"s": 1, "m": 60, "h": 3600}
-LEAST_1 = ("steps", "epochs", "batch_size", "log_every", "eval_every", "save_every")
+LEAST_1 = ("steps", "epochs", "batch_size", "accumulate", "log_every", "eval_every", "save_every")
 LENGTHS = {"steps": None, "epochs": None, "time_limit": 0.0}  # options that end a run, with the values that do not
 
 
@@ -89,6 +89,7 @@ class TrainingConfig:
         Duration(0), "length of the run as time (300, 5m, 1h), over which the schedule anneals; 0: no limit"
     )
     batch_size: int = option(64, "batch size per process", fixed=True)
+    accumulate: int = option(1, "compute each batch in N parts and accumulate their gradients, to save memory")
     optimizer: str = option(
         "adamw", "adamw, or muon for the matrices of the blocks", choices=("adamw", "muon"), fixed=True
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import itertools
 import logging
 import os
@@ -19,12 +21,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from transformer_kernels.training.heartbeat import Heartbeat, limit
+
 _agreements = itertools.count()
 
 
-def _store() -> dist.Store:
-    """Key-value store of the process group."""
-    return dist.PrefixStore("transformer_kernels", dist.distributed_c10d._get_default_store())
+def _store(*, own_connection: bool = False) -> dist.Store:
+    """Key-value store of the process group; calls of one connection wait for each other."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    return dist.PrefixStore("transformer_kernels", store.clone() if own_connection else store)
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,18 @@ class Processes:
         store.set(f"{call}/{self.rank}", str(holds))
         return all(store.get(f"{call}/{rank}") == b"True" for rank in range(self.count))
 
+    def note(self, key: str, value: str) -> None:
+        """Keep a text that other processes can read when this one has ended; a later one does not replace it."""
+        if self.count > 1:
+            _store().compare_set(key, "", value)
+
+    def noted(self, key: str) -> str:
+        """The text that a process has kept; empty if none has."""
+        if self.count > 1:
+            with contextlib.suppress(RuntimeError):  # the launcher, which has the store, has ended
+                return _store().get(key).decode() if _store().check([key]) else ""
+        return ""
+
     def wait(self) -> None:
         """Block until all processes have arrived."""
         if self.count > 1:
@@ -82,16 +99,34 @@ def joined_processes() -> Iterator[Processes]:
         torch.cuda.set_device(local_rank)
         backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend)
-    rank = dist.get_rank()
+    rank, count = dist.get_rank(), dist.get_world_size()
+    heartbeat = Heartbeat(_store(own_connection=True), rank, count, limit())
+    heartbeat.start()
     try:
-        yield Processes(rank, dist.get_world_size(), local_rank)
-    except RuntimeError as error:
-        first_line = str(error).partition("\n")[0]
-        if isinstance(error, dist.DistError) or "gloo" in first_line:
-            raise ProcessLost(f"process {rank}: another process ended or cannot be reached: {first_line}") from error
-        raise
+        yield Processes(rank, count, local_rank)
+    except Exception as error:
+        lost = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in _first_line(error))
+        if not lost:
+            _report_once(error)
+            raise
+        shown = ProcessLost("another process ended or cannot be reached")
+        _report_once(shown)
+        raise shown from error
     finally:
+        heartbeat.leave()
         dist.destroy_process_group()
+
+
+def _report_once(error: Exception) -> None:
+    """Set `error.reported` if another process raises it too, and prints it."""
+    topic = type(error).__name__ if isinstance(error, ProcessLost | TrainingDiverged | Interrupted) else str(error)
+    with contextlib.suppress(RuntimeError):  # the launcher, which has the store, has ended
+        number = _store().add(f"reported {hashlib.sha256(topic.encode()).hexdigest()}", 1)
+        error.reported = number > 1  # type: ignore[attr-defined]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def launch(count: int, arguments: Sequence[str]) -> int:
@@ -122,7 +157,8 @@ def launch(count: int, arguments: Sequence[str]) -> int:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         ended = f"status {failure.exitcode}" if failure.exitcode > 0 else signal.Signals(-failure.exitcode).name
-        print(f"transformer-kernels: error: process {rank} ended with {ended}", file=sys.stderr)
+        if failure.exitcode not in (1, *(128 + each for each in StopRequest.SIGNALS)):  # the process has said why
+            print(f"transformer-kernels: error: process {rank} ended with {ended}", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     return 0
 
@@ -168,24 +204,48 @@ class Interrupted(Exception):
 
 
 class StopRequest:
-    """A context in which the first SIGINT or SIGTERM is recorded; a second one ends the process immediately."""
+    """A context in which the first SIGINT or SIGTERM is recorded; a second one ends the process immediately.
+
+    With several processes the death of their launcher counts as SIGTERM, and a second SIGTERM is ignored: the launcher
+    sends one when another process has ended.
+    """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-    def __init__(self) -> None:
-        self.signum = 0
+    def __init__(self, processes: Processes | None = None) -> None:
+        self._signum = 0
+        self._processes = processes or Processes()
+        self._launcher = os.getppid()
+        self._handlers: dict[int, Any] = {}
+
+    @property
+    def signum(self) -> int:
+        """The signal that was received; 0 if none was."""
+        if self._processes.count > 1 and os.getppid() != self._launcher:
+            self._signum = self._signum or signal.SIGTERM
+        return self._signum
+
+    def agree(self, seconds: float) -> float:
+        """Share the signal, if any process has received one; returns the first process's seconds."""
+        received = [float(self.signum == each) for each in self.SIGNALS]
+        *received, seconds = self._processes.sum([*received, seconds if self._processes.first else 0.0])
+        for signum, count in zip(self.SIGNALS, received, strict=True):
+            if count:
+                self._note(signum, None)
+        return seconds
 
     def __enter__(self) -> StopRequest:
-        self._handlers = {}
         if threading.current_thread() is threading.main_thread():
             self._handlers = {signum: signal.signal(signum, self._note) for signum in self.SIGNALS}
         return self
 
     def __exit__(self, *error: object) -> None:
         for signum, handler in self._handlers.items():
-            signal.signal(signum, handler)
+            if not (self._signum and self._processes.count > 1 and signum == signal.SIGTERM):
+                signal.signal(signum, handler)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
-        self.signum = signum
-        for each in self.SIGNALS:
-            signal.signal(each, signal.SIG_DFL)
+        self._signum = signum
+        for each in self._handlers:
+            again = signal.SIG_IGN if self._processes.count > 1 and each == signal.SIGTERM else signal.SIG_DFL
+            signal.signal(each, again)

@@ -78,7 +78,8 @@ def recorded_step(
     check: Check,
     report: Callable[[str], None],
     graphs: Graphs | None = None,
-) -> Callable[[Batch], Tensor]:
+    exchange: Callable[[], bool] = bool,
+) -> Callable[..., Tensor]:
     """The training step of a run, captured and replayed where that is possible.
 
     Args:
@@ -87,6 +88,7 @@ def recorded_step(
         check: as for `TrainingStep`.
         report: called with the state of the graphs ("on", or "off: " and the reason), now and when it changes.
         graphs: captures steps, instead of what `config.cuda_graph` selects on this device.
+        exchange: as for `TrainingStep`.
     """
     state = "on"
     if graphs is None:
@@ -96,7 +98,7 @@ def recorded_step(
         called = wrapped(loss, config, device, processes)
     if graphs is not None:
         check = graphs.on_host(check)
-    step = TrainingStep(called, optimizer, scaler, dtype=config.dtype, clip=config.clip, check=check)
+    step = TrainingStep(called, optimizer, scaler, dtype=config.dtype, clip=config.clip, check=check, exchange=exchange)
     if graphs is None:
         return step
 
@@ -126,17 +128,17 @@ def wrapped(loss: nn.Module, config: TrainingConfig, device: torch.device, proce
 
 
 class Prefetcher:
-    """Prepares the next batch while the GPU computes the current step.
+    """Prepares the next batch, in parts, while the GPU computes the current step.
 
     The host is idle until that step ends, so no thread is needed; copies run on a separate stream. A batch must be a
     function of its item indices alone. On a CPU, where steps are synchronous, nothing is prefetched.
     """
 
-    def __init__(self, load: Callable[[Tensor], Batch], device: torch.device, ahead: bool | None = None) -> None:
+    def __init__(self, load: Callable[[Tensor], list[Batch]], device: torch.device, ahead: bool | None = None) -> None:
         self._load = load
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._ahead = device.type == "cuda" if ahead is None else ahead
-        self._ready: tuple[Tensor, Batch] | None = None
+        self._ready: tuple[Tensor, list[Batch]] | None = None
 
     def prepare(self, indices: Tensor) -> None:
         """Prepare the batch of these items, which must be the next to be taken."""
@@ -144,14 +146,14 @@ class Prefetcher:
             with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
                 self._ready = indices, self._load(indices)
 
-    def take(self, indices: Tensor) -> Batch:
+    def take(self, indices: Tensor) -> list[Batch]:
         """The batch of these items, ready to be read on the current stream."""
         if self._ready is None or not torch.equal(self._ready[0], indices):
             return self._load(indices)
-        (_, batch), self._ready = self._ready, None
+        (_, parts), self._ready = self._ready, None
         if self._stream is not None:
             current: Any = torch.cuda.current_stream(self._stream.device)
             current.wait_stream(self._stream)
-            for each in tensors((batch.inputs, batch.targets)):
+            for each in tensors([(part.inputs, part.targets) for part in parts]):
                 each.record_stream(current)
-        return batch
+        return parts

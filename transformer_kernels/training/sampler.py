@@ -20,9 +20,15 @@ class ShuffledSampler:
             raise ValueError(f"{length} training items are not enough for {world_size} processes")
         self.length, self.seed, self.rank, self.world_size = length, seed, rank, world_size
         self.batch_size = min(batch_size, length // world_size)
-        self.batches_per_epoch = length // (self.batch_size * world_size)
+        self.items = self.batch_size * world_size
+        self.batches_per_epoch = length // self.items
         self.epoch = self.batch = 0
         self._batches = self._epoch_batches()
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all processes have equally many items."""
+        return self.items % self.world_size == 0
 
     def peek(self) -> Tensor:
         """The item indices of this process's next batch."""
@@ -36,17 +42,26 @@ class ShuffledSampler:
             self._batches = self._epoch_batches()
 
     def state(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "batch": self.batch}
+        return {"epoch": self.epoch, "batch": self.batch, "items": self.items}
 
     def restore(self, state: dict[str, int]) -> None:
+        """Continue in the order of the run that wrote the state, with its items per step.
+
+        Raises:
+            ValueError: there are fewer items per step than processes.
+        """
+        self.items = int(state.get("items", self.items))
+        if self.items < self.world_size:
+            raise ValueError(f"a step has {self.items} items, which are not enough for {self.world_size} processes")
+        self.batches_per_epoch = self.length // self.items
         self.epoch, self.batch = int(state["epoch"]), int(state["batch"])
         self._batches = self._epoch_batches()
 
     def _epoch_batches(self) -> Tensor:
-        """The batches of all processes, (batches_per_epoch, batch_size * world_size); columns alternate by process."""
+        """The batches of all processes, (batches_per_epoch, items); columns alternate by process."""
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % 2**32)
         order = torch.randperm(self.length, generator=generator)
-        kept = order[: self.batches_per_epoch * self.batch_size * self.world_size]
+        kept = order[: self.batches_per_epoch * self.items]
         return self._arrange(kept, generator).view(self.batches_per_epoch, -1)
 
     def _arrange(self, order: Tensor, generator: torch.Generator) -> Tensor:
@@ -66,9 +81,8 @@ class BucketedSampler(ShuffledSampler):
         super().__init__(len(lengths), batch_size, seed, rank, world_size)
 
     def _arrange(self, order: Tensor, generator: torch.Generator) -> Tensor:
-        batch = self.batch_size * self.world_size
-        pools = [pool[self.lengths[pool].argsort(stable=True)] for pool in order.split(POOL * batch)]
-        batches = torch.cat(pools).view(-1, batch)
+        pools = [pool[self.lengths[pool].argsort(stable=True)] for pool in order.split(POOL * self.items)]
+        batches = torch.cat(pools).view(-1, self.items)
         return batches[torch.randperm(len(batches), generator=generator)]
 
 
@@ -92,6 +106,12 @@ class PackedSampler(ShuffledSampler):
         group = self.batches_per_epoch * world_size
         left_out = len(lengths) - group * self.batch_size  # kept item i by length is not longer than item i + left_out
         self.budget = int(lengths.sort().values[left_out + group - 1 :: group].sum())
+
+    def restore(self, state: dict[str, int]) -> None:
+        """As for `ShuffledSampler`; ValueError if the number of processes differs, for which `budget` is not made."""
+        if state.get("items", self.items) != self.items:
+            raise ValueError("packed batches continue with the number of processes that wrote the checkpoint only")
+        super().restore(state)
 
     def _arrange(self, order: Tensor, generator: torch.Generator) -> Tensor:
         by_length = order[self.lengths[order].argsort(stable=True)]

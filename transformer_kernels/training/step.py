@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -114,6 +115,7 @@ class TrainingStep:
         dtype: float32, tf32, bfloat16 or float16.
         clip: maximum norm of all gradients; 0 disables clipping.
         check: called with ("loss", value) and ("gradient norm", value) before either is used.
+        exchange: whether the number of targets differs between processes, so that their losses are weighted by it.
     """
 
     def __init__(
@@ -125,25 +127,60 @@ class TrainingStep:
         dtype: str,
         clip: float,
         check: Check,
+        exchange: Callable[[], bool] = bool,
     ) -> None:
+        self.exchange = exchange
         self.loss, self.optimizer, self.scaler = loss, optimizer, scaler
         self.dtype, self.clip, self.check = dtype, clip, check
         self.parameters = [each for group in optimizer.param_groups for each in group["params"]]
 
-    def __call__(self, batch: Batch) -> Tensor:
-        """Train on `batch`; returns loss and gradient norm (0 where the norm is not computed), float32 (2,)."""
+    def __call__(self, *parts: Batch) -> Tensor:
+        """Train on a batch, given in parts; returns loss and gradient norm (0 where it is not computed), float32 (2,).
+
+        The mean of the losses of several processes is that over all targets.
+        """
         self.optimizer.zero_grad(set_to_none=True)
         try:
-            with autocast(batch.targets.device.type, self.dtype):
-                loss = self.loss(batch.inputs, batch.targets)
-            self.check("loss", loss)
-            self.scaler.scale(loss).backward()
+            shares = self._shares(parts)
+            losses = []
+            for part, share in zip(parts, shares, strict=True):
+                with nullcontext() if part is parts[-1] else self._local():
+                    losses.append(self._backward(part, share))
+            loss = functools.reduce(torch.add, losses)
             if isinstance(self.optimizer, SparseEmbeddingAdamW):
-                self.optimizer.tokens = batch.inputs[0]
+                self.optimizer.tokens = torch.cat([part.inputs[0].flatten() for part in parts])
             norm = self._update(loss)
         finally:
             self.optimizer.zero_grad(set_to_none=True)
-        return torch.stack([loss.detach(), norm])
+        return torch.stack([loss, norm])
+
+    def _backward(self, part: Batch, share: Tensor | None) -> Tensor:
+        """Accumulate the gradients of a part; returns its share of the loss."""
+        with autocast(part.targets.device.type, self.dtype):
+            loss = self.loss(part.inputs, part.targets)
+        self.check("loss", loss)
+        if share is not None:
+            loss = loss * share
+        self.scaler.scale(loss).backward()
+        return loss.detach()
+
+    def _shares(self, parts: Sequence[Batch]) -> list[Tensor | None]:
+        """The share of each part in the targets of the batch, times the processes, whose gradients are averaged."""
+        exchange = self.exchange()
+        if len(parts) == 1 and not exchange:
+            return [None]
+        counts = [(part.targets != IGNORED).sum().float() for part in parts]
+        total = functools.reduce(torch.add, counts)
+        if exchange:
+            total = total.clone()
+            dist.all_reduce(total)
+            total = total / dist.get_world_size()
+        return [count / total.clamp(min=1.0) for count in counts]
+
+    def _local(self) -> AbstractContextManager:
+        """A context in which gradients are not exchanged: later parts are added to them."""
+        loss: Any = getattr(self.loss, "_orig_mod", self.loss)  # without torch.compile's wrapper
+        return loss.no_sync() if isinstance(loss, nn.parallel.DistributedDataParallel) else nullcontext()
 
     def _update(self, loss: Tensor) -> Tensor:
         """Clip and step; returns the gradient norm."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import os
 import random
@@ -41,6 +42,7 @@ from transformer_kernels.training.distributed import (
 )
 from transformer_kernels.training.files import numbered_folder
 from transformer_kernels.training.graphs import Prefetcher, recorded_step
+from transformer_kernels.training.launched import check_agreement, launch_name
 from transformer_kernels.training.measures import Padding, RunLog, Stopwatch, peak_flops, peak_memory
 from transformer_kernels.training.optimisation import (
     learning_rate,
@@ -50,7 +52,7 @@ from transformer_kernels.training.optimisation import (
     set_learning_rate,
 )
 from transformer_kernels.training.recipes import Recipe
-from transformer_kernels.training.step import TrainingLoss, choose_dtype, evaluation_totals, matrix_products
+from transformer_kernels.training.step import Batch, TrainingLoss, choose_dtype, evaluation_totals, matrix_products
 
 
 class StepTaken(NamedTuple):
@@ -108,7 +110,9 @@ class Trainer:
         self.recipe, self.config = recipe, recipe.config
         self.processes = processes or Processes()
         self.device = choose_device(self.config.device, self.processes)
-        self.config.dtype = choose_dtype(self.config.dtype, self.device)
+        check_agreement(self.config, self.device, recipe.fingerprint, description(recipe), self.processes)
+        available = self.processes.gather(choose_dtype(self.config.dtype, self.device))
+        self.config.dtype = available[0] if len(set(available)) == 1 else "float32"  # of "auto"
         if self.config.threads:
             torch.set_num_threads(self.config.threads)
         if self.config.deterministic:
@@ -120,8 +124,6 @@ class Trainer:
         self.optimizer = make_optimizer(self.model, self.config, self.device, self.processes)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.config.dtype == "float16")
         self.sampler = recipe.sampler(self.processes)
-        epochs = self.config.epochs or math.inf  # only the time is limited
-        self.total_steps: float = self.config.steps or epochs * self.sampler.batches_per_epoch
         self._log: RunLog | None = None
         self._run = recorded_step(
             TrainingLoss(self.model, recipe.loss),
@@ -133,8 +135,9 @@ class Trainer:
             check=self._check_on_cpu,
             report=self._report_graphs,
             graphs=graphs,
+            exchange=lambda: self.processes.count > 1 and (recipe.targets_vary or not self.sampler.is_even),
         )
-        self._batches = Prefetcher(lambda indices: self.recipe.batch(indices, self.device), self.device)
+        self._batches = Prefetcher(self._parts, self.device)
         self.step_number = 0
         self.evaluated_at = 0
         self.validation: dict[str, float] = {}
@@ -149,6 +152,11 @@ class Trainer:
         self._padded_length = 0
         self.padding = Padding()
         self._start: Path | None = None
+
+    @property
+    def total_steps(self) -> float:
+        """The length of the run in steps; infinite if only its time is limited."""
+        return self.config.steps or (self.config.epochs or math.inf) * self.sampler.batches_per_epoch
 
     @functools.cached_property
     def folder(self) -> Path:
@@ -189,12 +197,14 @@ class Trainer:
 
     def _fit(self) -> Result:
         self._log = RunLog(self.folder, self.config.tensorboard) if self.processes.first else None
-        self._write_log("start", device=str(self.device), backend=self.config.backend, torch=torch.__version__)
+        self._write_log(
+            "start", device=str(self.device), backend=self.config.backend, torch=torch.__version__, launch=launch_name()
+        )
         self._write_log("cuda_graph", state=self.graph_state)
         if self.step_number == 0:
             self.recipe.begin(self.model)
         try:
-            with StopRequest() as stop, self._progress_bar() as bar:
+            with StopRequest(self.processes) as stop, self._progress_bar() as bar, self._divergence_shared():
                 ended_by = self._loop(stop, bar)
             result = self._result(ended_by)
             self._write_log("end", **{name: value for name, value in vars(result).items() if name != "step"})
@@ -242,9 +252,8 @@ class Trainer:
     def _reason_to_end(self, stop: StopRequest) -> str | None:
         """Why the run ends now, or None; identical in every process."""
         self._read_clock()
-        seconds = self.seconds if self.processes.first else 0.0  # the first process's time is that of all
-        signalled, self.seconds = self.processes.sum([float(stop.signum > 0), seconds])
-        if signalled:
+        self.seconds = stop.agree(self.seconds)
+        if stop.signum:
             return "signal"
         if self.step_number >= self.total_steps:
             return "steps"
@@ -268,18 +277,24 @@ class Trainer:
         rate = learning_rate(self.step_number, self.total_steps, self.config, self._time_share)
         indices = self.sampler.peek()
         self._attempt = (self.step_number + 1, rate, indices)
-        batch = self._batches.take(indices)
+        parts = self._batches.take(indices)
         set_learning_rate(self.optimizer, rate)
-        with matrix_products(self.config.dtype):
-            outcome = self._run(batch._replace(tokens=0, positions=None))  # whose counts are no part of the step
+        with matrix_products(self.config.dtype):  # the counts of a batch are no part of the step
+            outcome = self._run(*(part._replace(tokens=0, positions=None) for part in parts))
         self.sampler.advance()
         self.step_number += 1
-        self.stopwatch.add_step(batch.tokens * self.processes.count)
-        self._padded_length = batch.size // len(batch.targets)
-        self.padding.add(batch.tokens, batch.size)
+        tokens = sum(part.tokens for part in parts)
+        self.stopwatch.add_step(tokens * self.processes.count)
+        self._padded_length = parts[0].size // len(parts[0].targets)
+        self.padding.add(tokens, sum(part.size for part in parts))
         self._latest = StepTaken(*self._attempt, outcome)
         self._batches.prepare(self.sampler.peek())
         return outcome[0]
+
+    def _parts(self, indices: Tensor) -> list[Batch]:
+        """The batch of these items in the parts whose gradients are accumulated."""
+        parts = indices.tensor_split(min(self.config.accumulate, len(indices)))
+        return [self.recipe.batch(part, self.device) for part in parts]
 
     def _report_graphs(self, state: str) -> None:
         """Log whether steps are graphs; on a GPU, print the reason if they are not."""
@@ -294,12 +309,31 @@ class Trainer:
             self._diverged(what, value.item(), *self._attempt)
 
     def _diverged(self, what: str, value: float, step: int, rate: float, indices: Tensor) -> None:
-        self._write_log("diverged", what=what, value=str(value), at_step=step, learning_rate=rate)
         shown = ", ".join(map(str, indices[:8].tolist())) + (", ..." if len(indices) > 8 else "")
-        raise TrainingDiverged(
-            f"the {what} is {value} at step {step} (learning rate {rate:.3g}, batch of items {shown}); "
+        own = f" of process {self.processes.rank}" if self.processes.count > 1 else ""
+        message = (
+            f"the {what} is {value} at step {step} (learning rate {rate:.3g}, batch of items {shown}{own}); "
             f"try a lower --lr, a smaller --clip or more --warmup-steps"
         )
+        values = {"what": what, "value": str(value), "at_step": step, "learning_rate": rate}
+        values |= {"items": indices.tolist(), "process": self.processes.rank}
+        self._write_log("diverged", **values)
+        self.processes.note("diverged", json.dumps([message, values]))
+        raise TrainingDiverged(message)
+
+    @contextmanager
+    def _divergence_shared(self) -> Iterator[None]:
+        """If the connection to another process is lost because that one diverged, log it and diverge, too."""
+        try:
+            yield
+        except TrainingDiverged:
+            raise
+        except RuntimeError as error:
+            if not (noted := self.processes.noted("diverged")):
+                raise
+            message, values = json.loads(noted)
+            self._write_log("diverged", **values)
+            raise TrainingDiverged(message) from error
 
     def evaluate(self, stop: StopRequest | None = None) -> dict[str, float]:
         """Mean loss and accuracy over the validation data; empty if there is none or a stop was requested."""
@@ -318,7 +352,7 @@ class Trainer:
             self.evaluated_at = self.step_number
             self._write_log("validation", **self.validation)
             loss = self.validation["loss"]
-            if self.best_loss is None or loss < self.best_loss:
+            if math.isfinite(loss) and (self.best_loss is None or not self.best_loss <= loss):
                 self.best_loss, self.stale_evaluations = loss, 0
                 self.save("best")
             else:
@@ -431,16 +465,30 @@ class Trainer:
             raise CheckpointError(
                 f"{folder}: written with other data; expected {self.recipe.fingerprint}, found {state['data']}"
             )
-        if len(state["random"]) != self.processes.count:
-            raise CheckpointError(f"{folder}: written by {len(state['random'])} processes, not {self.processes.count}")
         restore_optimizer(self.optimizer, optimizer)
         self.scaler.load_state_dict(state["scaler"])
-        self.sampler.restore(state["sampler"])
+        generators = state["random"]
+        self._restore_sampler(folder, {"items": self._items_of(len(generators)), **state["sampler"]})
         self.step_number, self.evaluated_at = int(state["step"]), int(state["evaluated_at"])
         self.seconds = float(state.get("seconds", 0.0))
         self.best_loss, self.stale_evaluations = state["best_loss"], int(state["stale_evaluations"])
         self.validation = dict(state["validation"])
-        restore_random_state(state["random"][self.processes.rank], self.device)
+        if self.processes.rank < len(generators):
+            restore_random_state(generators[self.processes.rank], self.device)
+        else:  # a process more than before
+            seed_everything(self.config.seed + 1 + self.processes.rank + 1_000_003 * self.step_number)
+
+    def _items_of(self, processes: int) -> int:
+        """The items per step of a run of so many processes, which older checkpoints do not contain."""
+        return min(self.config.batch_size, self.sampler.length // processes) * processes
+
+    def _restore_sampler(self, folder: str | Path, state: dict[str, int]) -> None:
+        try:
+            self.sampler.restore(state)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{folder}: cannot be resumed by {self.processes.count} processes: {error}"
+            ) from error
 
 
 def description(recipe: Recipe) -> dict[str, Any]:

@@ -28,10 +28,10 @@ def mlm_config(imdb_config, tmp_path):
 
 
 def test_a_tenth_and_a_half_of_the_text_is_masked_8_to_1_to_1():
-    tokenizer, generator = ByteTokenizer(), torch.Generator().manual_seed(0)
+    tokenizer, generators = ByteTokenizer(), [torch.Generator().manual_seed(seed) for seed in range(200)]
     ids = torch.full((200, 102), ord("x"))
     ids[:, 0], ids[:, -1], ids[:100, 60:] = tokenizer.cls, tokenizer.sep, tokenizer.pad
-    masked, places, targets = mask_tokens(ids, tokenizer, generator)
+    masked, places, targets = mask_tokens(ids, tokenizer, generators)
     assert places.shape == targets.shape == (200 * 15,)
     kept = targets != IGNORED
     assert kept.view(200, 15).sum(1).tolist() == [9] * 100 + [15] * 100  # 15 % of 59, and of 100
@@ -50,7 +50,7 @@ def test_a_tenth_and_a_half_of_the_text_is_masked_8_to_1_to_1():
 def test_a_review_without_text_has_nothing_masked():
     tokenizer = ByteTokenizer()
     ids = torch.tensor([[tokenizer.cls, tokenizer.sep, tokenizer.pad, tokenizer.pad]])
-    masked, _, targets = mask_tokens(ids, tokenizer, torch.Generator())
+    masked, _, targets = mask_tokens(ids, tokenizer, [torch.Generator()])
     assert torch.equal(masked, ids)
     assert (targets == IGNORED).all()
 
@@ -143,3 +143,17 @@ def test_the_encoder_is_the_classifiers():
     assert sorted(set(ours) - set(shared)) == [
         f"masked_lm.{name}" for name in ("bias", "dense.bias", "dense.weight", "norm.bias", "norm.weight")
     ]
+
+
+def test_masks_of_a_review_do_not_depend_on_the_batch_and_the_processes(mlm_config):
+    recipe = Mlm(mlm_config(batch_size=4))
+    indices = recipe.sampler(Processes()).peek()
+    (masked, mask, _), alone = recipe.batch(indices, CPU).inputs, recipe.batch(indices[1:2], CPU).inputs
+    width = int(mask[1].sum())
+    assert torch.equal(masked[1, :width], alone[0][0, :width])
+
+    def held_out(count):
+        batches = [each for rank in range(count) for each in recipe.validation_batches(CPU, Processes(rank, count))]
+        return sorted(row[row != recipe.tokenizer.pad].tolist() for each in batches for row in each.inputs[0])
+
+    assert held_out(1) == held_out(2) == held_out(3) != []

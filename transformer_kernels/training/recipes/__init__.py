@@ -81,10 +81,12 @@ class Recipe(ABC):
         tokenizer: its `describe()` is stored in checkpoints; None for data without tokens.
         train_length: number of training items.
         fingerprint: hash of the training data; a run can resume only on the same data.
+        targets_vary: whether batches of equally many items can have different numbers of targets.
     """
 
     Config: ClassVar[type[TrainingConfig]]
 
+    targets_vary: ClassVar[bool] = False
     tokenizer: Any = None
     train_length: int
     fingerprint: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -41,11 +41,14 @@ class MaskingSampler(BucketedSampler):
         return super().peek() + self.epoch * self.length
 
 
-def mask_tokens(ids: Tensor, tokenizer: ReviewTokenizer, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+def mask_tokens(
+    ids: Tensor, tokenizer: ReviewTokenizer, generators: Iterable[torch.Generator]
+) -> tuple[Tensor, Tensor, Tensor]:
     """Choose 15 % of each sequence's tokens; replace 80 % of them by MASK and 10 % by a random token.
 
     Args:
         ids: int64 (B, L) with PAD, CLS and SEP, which are never chosen.
+        generators: one for each sequence, whose masks therefore do not depend on the rest of the batch.
     Returns:
         the ids after replacement; the flattened indices of the chosen tokens, int64 (N,), where N depends on B and L
         alone; and the original tokens, int64 (N,), -100 at indices that only fill up to N.
@@ -57,12 +60,17 @@ def mask_tokens(ids: Tensor, tokenizer: ReviewTokenizer, generator: torch.Genera
     text = ~torch.isin(ids, special)  # (B, L)
     most = max(1, round(MASKED_SHARE * (width - 2)))
     wanted = (MASKED_SHARE * text.sum(1)).round().clamp(min=1).minimum(text.sum(1))  # (B,)
-    order = torch.rand(ids.shape, generator=generator).masked_fill(~text, 2.0).argsort(1)[:, :most]  # text first
+    drawn, draw, others = torch.zeros(ids.shape), torch.zeros(rows, most), torch.zeros(rows, most, dtype=torch.int64)
+    for row, (generator, count) in enumerate(zip(generators, wanted.int().tolist(), strict=True)):
+        end = int((ids[row] != tokenizer.pad).sum())
+        drawn[row, :end] = torch.rand(end, generator=generator)
+        draw[row, :count] = torch.rand(count, generator=generator)
+        others[row, :count] = torch.randint(tokenizer.pad, (count,), generator=generator)
+    order = drawn.masked_fill(~text, 2.0).argsort(1)[:, :most]  # text first
     indices = (torch.arange(rows)[:, None] * width + order).flatten()  # (N,)
     chosen = (torch.arange(most) < wanted[:, None]).flatten()
     targets = ids.flatten()[indices]
-    draw = torch.rand(indices.shape, generator=generator)
-    others = torch.randint(tokenizer.pad, indices.shape, generator=generator)
+    draw, others = draw.flatten(), others.flatten()
     kept = torch.where(draw < REPLACED + RANDOM, others, targets)
     masked = ids.flatten().clone()
     masked[indices[chosen]] = torch.where(draw < REPLACED, tokenizer.mask, kept)[chosen]
@@ -73,6 +81,7 @@ class Mlm(ReviewRecipe):
     """Reviews, masks drawn by item index, and the model; labels are not used."""
 
     Config = MlmConfig
+    targets_vary = True
 
     @classmethod
     def build(cls, config: MlmConfig, tokenizer: ReviewTokenizer) -> nn.Module:
@@ -86,19 +95,20 @@ class Mlm(ReviewRecipe):
 
     def batch(self, indices: Tensor, device: torch.device) -> Batch:
         """The training reviews at `indices`, with the masks of these indices."""
-        return self._masked(self.training[indices % self.train_length], int(indices[0]), device)
+        return self._masked(self.training[indices % self.train_length], indices, device)
 
     def validation_batches(self, device: torch.device, processes: Processes) -> Iterator[Batch]:
         """This process's share of the validation reviews, with fixed masks."""
         for part in self.held_out[processes.rank :: processes.count].split(self.config.batch_size):
             if len(part):
-                yield self._masked(part, int(part[0]), device)
+                yield self._masked(part, part, device)
 
-    def _masked(self, numbers: Tensor, seed: int, device: torch.device) -> Batch:
-        generator = torch.Generator().manual_seed((self.config.seed * 1_000_003 + seed) % 2**32)
+    def _masked(self, numbers: Tensor, seeds: Tensor, device: torch.device) -> Batch:
+        seeds = (self.config.seed * 1_000_003 + seeds) % 2**32
+        generators = (torch.Generator().manual_seed(seed) for seed in seeds.tolist())
         reviews = [self.reviews.review(number) for number in numbers.tolist()]
         ids, mask = pad_batch(reviews, self.tokenizer, self.config)
-        masked, indices, targets = mask_tokens(ids, self.tokenizer, generator)
+        masked, indices, targets = mask_tokens(ids, self.tokenizer, generators)
         inputs = tuple(to_device(tensor, device) for tensor in (masked, mask, indices))
         return Batch(inputs, to_device(targets, device), int(mask.sum()), ids.numel())
 

@@ -288,6 +288,8 @@ class Translate(Recipe):
         parts = [description.get(name, {}) for name in ("source", "target")]
         return PairTokenizer(*map(BytePairs.from_description, parts))
 
+    targets_vary = True
+
     def sampler(self, processes: Processes) -> NumberedSampler:
         """Batches of pairs of similar length."""
         config, lengths = self.config, torch.tensor([len(pair.source) + len(pair.target) for pair in self.training])

@@ -48,6 +48,8 @@ class Word2VecConfig(TrainingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.accumulate != 1:
+            raise ValueError(f"accumulate: word2vec draws noise for whole batches; got {self.accumulate}")
         if self.model:
             raise ValueError(f"model: word2vec has no model fields, only --width; got {', '.join(self.model)}")
 

@@ -1,0 +1,91 @@
+"""Notices a process of a run that is stopped or cannot be reached."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+LIMIT = 60.0
+"""Seconds without a sign of life after which a run ends; TRANSFORMER_KERNELS_PROCESS_TIMEOUT sets another value."""
+
+
+class Heartbeat(threading.Thread):
+    """Counts in the store of the process group, and ends this process if another one stops counting.
+
+    Args:
+        store: with a connection of its own; each call returns at once.
+        rank, count: of this process, and of all.
+        limit: in seconds.
+        end: called with the error message in one process, and with an empty one in the others.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, count: int, limit: float, end: Callable[[str], None] | None = None
+    ) -> None:
+        super().__init__(name="heartbeat", daemon=True)
+        self._store, self._rank, self._count, self._limit = store, rank, count, limit
+        self._end = end or _end
+        self._done = threading.Event()
+
+    def run(self) -> None:
+        interval = self._limit / 12
+        begun = time.monotonic()
+        seen = dict.fromkeys(set(range(self._count)) - {self._rank}, (0, begun))
+        last = begun
+        while not self._done.wait(interval):
+            now = time.monotonic()
+            try:
+                self._store.add(f"beats of {self._rank}", 1)
+                beats = {rank: self._store.add(f"beats of {rank}", 0) for rank in seen}
+                left = {rank for rank in seen if self._store.add(f"{rank} has left", 0)}
+            except RuntimeError:  # the launcher has ended
+                return
+            suspended = now - last > self._limit / 2  # this process was stopped, and perhaps all were
+            last = now
+            for rank, number in beats.items():
+                if suspended or number != seen[rank][0] or rank in left:
+                    seen[rank] = number, now
+            lost = sorted(rank for rank, (_, when) in seen.items() if now - when > self._limit)
+            if lost:
+                speaker = min(set(range(self._count)) - set(lost) - left)
+                names = ", ".join(map(str, lost))
+                self._end(
+                    f"process {names} has not responded for {self._limit:.0f} s: it is stopped or cannot be reached;"
+                    " continue the run with --resume"
+                    if speaker == self._rank
+                    else ""
+                )
+                return
+
+    def leave(self) -> None:
+        """Say that this process needs no longer be watched."""
+        self._done.set()
+        self.join()
+        try:
+            self._store.add(f"{self._rank} has left", 1)
+        except RuntimeError:  # the launcher has ended
+            return
+
+
+def limit() -> float:
+    """The limit of this run in seconds."""
+    text = os.environ.get("TRANSFORMER_KERNELS_PROCESS_TIMEOUT", "")
+    try:
+        seconds = float(text or LIMIT)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"TRANSFORMER_KERNELS_PROCESS_TIMEOUT must be a positive number of seconds; got {text!r}")
+    return seconds
+
+
+def _end(message: str) -> None:
+    """End the process, whose main thread may wait for the lost one."""
+    if message:
+        print(f"transformer-kernels: error: {message}", file=sys.stderr, flush=True)
+    os._exit(1)
