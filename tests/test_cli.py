@@ -14,9 +14,11 @@ import torch
 
 from tests.support import fresh
 from transformer_kernels import cli
-from transformer_kernels.training import DataFileError, TrainingDiverged, checkpoint
+from transformer_kernels.training import CharGPTConfig, DataFileError, TrainingDiverged, checkpoint
 from transformer_kernels.training._optional import require
-from transformer_kernels.training.checkpoint import checkpoint_config
+from transformer_kernels.training.checkpoint import checkpoint_config, load_checkpoint
+from transformer_kernels.training.config import resumed_config
+from transformer_kernels.visualization.curves import read_log
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 TINY = ["--model", "layers=1", "--model", "width=16", "--model", "heads=2", "--batch-size", "4", "--no-progress"]
@@ -218,6 +220,144 @@ def test_resuming_goes_on_from_the_last_checkpoint(folder, tmp_path, capsys):
         capsys, "train", "char-gpt", "--resume", out, "--batch-size", 8
     )
     assert "written by the recipe char-gpt" in refused(capsys, "train", "imdb", "--resume", out)
+
+
+def test_resuming_with_the_options_of_the_run(folder, tmp_path, capsys):
+    out = tmp_path / "run"
+    shared = ["--corpus", folder / "text.txt", "--context", 8, "--model", "ffn_width=20", *TINY]
+    assert run("train", "char-gpt", "--out", out, "--steps", 2, *shared) == 0
+    assert run("train", "char-gpt", "--resume", out, "--steps", 4, *shared) == 0
+    assert "after step 4 of 4" in capsys.readouterr().out
+    message = refused(capsys, "train", "char-gpt", "--resume", out, *shared, "--model", "layers=2")
+    assert "--resume: model cannot change" in message
+
+
+def test_what_was_decided_at_the_start_may_be_left_to_be_decided():
+    saved = CharGPTConfig(corpus="tinyshakespeare", dtype="float32")
+    assert resumed_config(saved, {"corpus": "auto", "dtype": "auto"}) == saved
+    with pytest.raises(ValueError, match="corpus cannot change: 'tinyshakespeare' in the checkpoint, 'stdlib' req"):
+        resumed_config(saved, {"corpus": "stdlib"})
+
+
+def test_a_last_checkpoint_behind_a_symbolic_link(folder, tmp_path, capsys):
+    """It is read through the link; the next one replaces the link, and its target is kept."""
+    out, kept = tmp_path / "run", tmp_path / "kept"
+    assert train(folder, out, "--steps", 2) == 0
+    (out / "last").rename(kept)
+    (out / "last").symlink_to(kept)
+    before = sorted((path.name, path.read_bytes()) for path in kept.iterdir())
+    for steps in (4, 6):
+        assert run("train", "char-gpt", "--resume", out, "--steps", steps) == 0
+    assert "after step 6 of 6" in capsys.readouterr().out
+    assert not (out / "last").is_symlink() and load_checkpoint(out / "last").trainer["step"] == 6
+    assert sorted((path.name, path.read_bytes()) for path in kept.iterdir()) == before
+    (out / "last").rename(tmp_path / "moved")
+    (out / "last").symlink_to(tmp_path / "moved")
+    assert train(folder, out, "--steps", 2, "--overwrite") == 0
+    assert load_checkpoint(out / "last").trainer["step"] == 2 and (tmp_path / "moved").is_dir()
+
+
+def test_a_dangling_link_in_place_of_a_checkpoint(folder, tmp_path):
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "last").symlink_to(tmp_path / "nowhere")
+    assert train(folder, out, "--steps", 2) == 0
+    assert load_checkpoint(out / "last").trainer["step"] == 2
+
+
+def test_a_log_that_was_cut_is_continued_and_drawn(folder, tmp_path):
+    out = tmp_path / "run"
+    assert train(folder, out, "--steps", 2, "--log-every", 1) == 0
+    log = out / "log.jsonl"
+    log.write_bytes(log.read_bytes()[:-9])
+    assert run("train", "char-gpt", "--resume", out, "--steps", 4) == 0
+    with pytest.warns(UserWarning, match=r"log\.jsonl, line \d+: cut short, skipped"):
+        lines = read_log(out)
+    assert [line["step"] for line in lines if line["event"] == "train"][-2:] == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "--checkpoint", "x", "--lenght", "3"], "--lenght: did you mean --length?"),
+        (["generate", "--checkpointt", "x"], "is required; --checkpointt: did you mean --checkpoint?"),
+        (["train", "imdb", "--batchsize=3"], "unrecognized arguments: --batchsize=3; --batchsize: did you mean"),
+        (["plot", "run", "x", "--uot", "y"], "unrecognized arguments: --uot y; --uot: did you mean --out?"),
+        (["info", "--nothing-like-it"], "unrecognized arguments: --nothing-like-it\n"),
+        (["info", "extra"], "unrecognized arguments: extra\n"),
+    ],
+)
+def test_a_misspelt_option_gets_a_suggestion_and_the_usage_of_its_command(arguments, message, capsys):
+    with pytest.raises(SystemExit) as end:
+        run(*arguments)
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and message in error
+    command = " ".join(["transformer-kernels", *(word for word in arguments[:2] if word.isalpha() and word != "extra")])
+    assert error.startswith(f"usage: {command} [-h]") and f"\n{command}: error: " in error
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["train", "char-gpt", "--config", "{}/none.yaml"],
+        ["train", "char-gpt", "--config", "{}"],
+        [
+            "train",
+            "imdb",
+            "--data",
+            "{}/train.csv",
+            "--test-data",
+            "{}/none.csv",
+            "--tokenizer",
+            "bytes",
+            "--init",
+            "{}",
+        ],
+        ["evaluate", "--checkpoint", "{}/imdb", "--data", "{}/train.csv", "--test-data", "{}/none.csv"],
+        ["embed", "--model", "{}/none", "a"],
+        ["nearest", "--vectors", "{}/none.txt", "a"],
+        ["train", "char-gpt", "--corpus", "{}/text.txt", "--out", "{}/text.txt/run", "--steps", "1"],
+        ["plot", "activations", "--out", "{}/none/a.png"],
+    ],
+    ids=lambda command: " ".join(command)[:40],
+)
+def test_errors_of_the_system_have_no_number(command, folder, capsys):
+    message = refused(capsys, *(text.format(folder) for text in command))
+    assert "[Errno" not in message and str(folder) in message and message.count("\n") == 1
+
+
+@pytest.mark.parametrize("width", [2**40, 2**60])
+def test_memory_that_the_machine_does_not_have(width, folder, tmp_path, capsys):
+    options = ["--corpus", folder / "text.txt", "--context", 8, "--out", tmp_path / "run", *TINY, "--steps", 1]
+    message = refused(capsys, "train", "char-gpt", *options, "--model", f"width={width}")
+    assert "try a smaller --batch-size" in message and "alloc_cpu" not in message and message.count("\n") == 1
+
+
+def test_an_initial_run_must_be_a_text_encoder(folder, tmp_path, capsys):
+    options = ["--data", folder, "--tokenizer", "bytes", "--out", tmp_path / "run", "--steps", 1]
+    message = refused(capsys, "train", "imdb", *options, "--init", folder / "gpt")
+    assert "gpt/best: expected a text encoder (train mlm), found one of char-gpt" in message
+
+
+def test_reviews_of_one_label(tmp_path, capsys):
+    (tmp_path / "train.csv").write_text("review,sentiment\n" + '"a great film",positive\n' * 20)
+    options = ["--data", tmp_path / "train.csv", "--tokenizer", "bytes", "--out", tmp_path / "run", "--steps", 1]
+    assert "train.csv: all 20 reviews for training are positive" in refused(capsys, "train", "imdb", *options, *TINY)
+
+
+def test_evaluate_names_the_option_that_is_missing(folder, tmp_path, capsys):
+    file, out = folder / "train.csv", tmp_path / "run"
+    options = ["--data", file, "--tokenizer", "bytes", "--max-length", 32, "--out", out, "--steps", 1]
+    assert run("train", "imdb", *options, *TINY) == 0
+    message = refused(capsys, "evaluate", "--checkpoint", out)
+    assert f"the training data is a file, {file}: give a file of test reviews as --test-data" in message
+    message = refused(capsys, "evaluate", "--checkpoint", out, "--data", tmp_path / "moved")
+    assert "moved': pass the aclImdb folder" in message
+
+
+@pytest.mark.parametrize("command", [["generate", "--top", "-1"], ["fill-mask", "a [MASK]", "--top", "0"]])
+def test_a_number_of_tokens_that_cannot_be_listed(command, folder, capsys):
+    assert "--top must " in refused(capsys, *command, "--checkpoint", folder / "gpt")
 
 
 def test_generate_streams_the_prompt_and_as_many_characters_as_asked(folder, capsys):

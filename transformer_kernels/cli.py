@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import importlib
 import importlib.util
 import itertools
 import json
 import os
+import re
 import signal
 import sys
 import typing
@@ -64,16 +66,58 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except _expected_errors() as error:
-        if os.environ.get("TRANSFORMER_KERNELS_TRACEBACK") == "1":
+    except Exception as error:
+        expected = isinstance(error, _expected_errors()) or _is_out_of_memory(error)
+        if os.environ.get("TRANSFORMER_KERNELS_TRACEBACK") == "1" or not expected:
             raise
         name = type(error).__name__
-        remedy = "; try a smaller --batch-size" if name == "OutOfMemoryError" else ""
         if not getattr(error, "reported", False):  # by another process of the run
-            text = f"{'' if name == 'Interrupted' else 'error: '}{error}{remedy}"
+            text = f"{'' if name == 'Interrupted' else 'error: '}{_message(error)}"
             shown = "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)
             print(f"transformer-kernels: {shown}", file=sys.stderr)  # a path may have a terminal's escape sequences
         return 128 + error.signum if hasattr(error, "signum") else 1
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """PyTorch raises a bare RuntimeError for memory that a CPU does not have or no tensor can have."""
+    texts = ("can't allocate memory", "not enough memory", "Storage size calculation overflowed", "numel: integer")
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError)
+        and (type(error).__name__ == "OutOfMemoryError" or any(text in str(error) for text in texts))
+    )
+
+
+def _message(error: Exception) -> str:
+    """The text of an expected error: an OSError without its number, and a remedy where memory is short."""
+    if _is_out_of_memory(error):
+        size = re.search(r"allocate (\d+) bytes", str(error))
+        reason = f"{int(size[1]) / 2**30:,.1f} GiB cannot be allocated" if size else str(error).partition("\n")[0]
+        return f"out of memory: {reason}; try a smaller --batch-size or a smaller model"
+    if isinstance(error, OSError) and error.strerror:
+        names = " -> ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
+        return f"{names}: {error.strerror}" if names else error.strerror
+    return str(error)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors come from the parser of the command, with its usage; an unknown option gets the closest one."""
+
+    given: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        self.given = args or ()
+        chosen, rest = super().parse_known_args(args, namespace)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        return chosen, rest
+
+    def error(self, message: str) -> typing.NoReturn:
+        options = list(self._option_string_actions)
+        for name in (text.partition("=")[0] for text in self.given if text.startswith("--")):
+            if not any(option.startswith(name) for option in options):
+                closest = difflib.get_close_matches(name, options, n=1)
+                message += f"; {name}: did you mean {closest[0]}?" if closest else ""
+        super().error(message)
 
 
 def _expected_errors() -> tuple[type[BaseException], ...]:
@@ -94,7 +138,7 @@ def _expected_errors() -> tuple[type[BaseException], ...]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         "transformer-kernels", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--version", action="version", version=f"transformer_kernels {__version__}")
@@ -371,14 +415,15 @@ def _train_config(chosen: argparse.Namespace) -> tuple[Any, Path | None]:
     if from_file:
         make_config(chosen.recipe, from_file, str(source))
     given = options.replaced_length(given)
-    if "model" in given:
-        given["model"] = {**dict(from_file.get("model", {})), **dict(_named_value(text) for text in given["model"])}
+    fields = dict(_named_value(text) for text in given.pop("model", ()))
     if not chosen.resume:
+        given |= {"model": {**dict(from_file.get("model", {})), **fields}} if fields else {}
         return make_config(chosen.recipe, {**from_file, **given}, chosen.config or "command line"), None
     start = checkpoint_folder(chosen.resume, ("last", "best"))
     saved = checkpoint_config(start)
     if saved.recipe != chosen.recipe:
         raise ValueError(f"--resume: {start} was written by the recipe {saved.recipe}, not {chosen.recipe}")
+    given["model"] = {**saved.model, **dict(from_file.get("model", {})), **fields}
     return options.resumed_config(saved, {"out": str(start.parent), **from_file, **given}), start
 
 
@@ -414,6 +459,8 @@ def _generate(chosen: argparse.Namespace) -> None:
 
     sampling = _sampling(chosen, chosen.greedy, repetition_penalty=chosen.repetition_penalty)
     prompts = chosen.prompt or ["\n"]
+    if chosen.top < 0:
+        raise ValueError(f"--top must not be negative; got {chosen.top}")
     if chosen.top and len(prompts) > 1:
         raise ValueError(f"--top lists the tokens after one --prompt; got {len(prompts)}")
     trained: Any
@@ -507,6 +554,8 @@ def _embed(chosen: argparse.Namespace) -> None:
 def _fill_mask(chosen: argparse.Namespace) -> None:
     from transformer_kernels.training import pretrained_commands as commands
 
+    if chosen.top < 1:
+        raise ValueError(f"--top must be at least 1; got {chosen.top}")
     if chosen.model is None:
         from transformer_kernels.training.checkpoint import load_trained
         from transformer_kernels.training.recipes.mlm import Mlm

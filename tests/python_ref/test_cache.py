@@ -59,6 +59,35 @@ def test_padding_on_the_left_changes_nothing(fields):
         torch.testing.assert_close(whole[row, count:], alone, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("steady", [False, True])
+@pytest.mark.parametrize("fields", FAMILY.values(), ids=FAMILY)
+def test_sequences_continue_from_the_state_of_others(fields, steady):
+    """`take`, as in a beam search: keys, values and padding follow the rows."""
+    model = make(**fields)
+    tokens = torch.randint(13, (3, 12), generator=torch.Generator().manual_seed(1))
+    rows, real = torch.tensor([2, 0, 2]), torch.arange(8) >= torch.tensor([[0], [3], [6]])
+    cache = model.new_cache(3, 12, steady=steady)
+    model(tokens[:, :8], real, cache=cache)
+    cache.take(rows)
+    found = read(model, tokens[:, 8:], cache, [1, 1, 2])
+    whole = torch.cat((tokens[rows, :8], tokens[:, 8:]), 1)
+    expected = model(whole, torch.cat((real[rows], torch.ones(3, 4, dtype=torch.bool)), 1))[:, 8:]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("steady", [False, True])
+@pytest.mark.parametrize("fields", FAMILY.values(), ids=FAMILY)
+def test_a_cache_that_was_reset_is_as_new(fields, steady):
+    """The first token after `reset` is a step of its own, at position 0 and without the padding of before."""
+    model = make(**fields)
+    tokens = torch.randint(13, (2, 12), generator=torch.Generator().manual_seed(1))
+    cache = model.new_cache(2, 12, steady=steady)
+    model(tokens[:, :6], torch.arange(6) >= torch.tensor([[0], [4]]), cache=cache)
+    read(model, tokens[:, 6:8], cache, 1)
+    cache.reset()
+    torch.testing.assert_close(read(model, tokens, cache, 1), model(tokens), rtol=1e-5, atol=1e-5)
+
+
 def test_a_model_of_windows_reads_on_for_ever():
     fields = {"window": 5, "positions": "rotary", "kv_heads": 2}
     model, longer = make(**fields), make(**fields, context=120)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from transformer_kernels.training import CharGPT, CharGPTConfig, DataFileError
+from transformer_kernels.training import CharGPT, CharGPTConfig, DataFileError, corpus
 from transformer_kernels.training.corpus import Windows, found_corpus, read_corpus
 
 
@@ -35,6 +35,16 @@ def test_auto_is_tinyshakespeare_where_it_is_and_else_says_where_to_get_it(tmp_p
     assert found_corpus() == ("tinyshakespeare", str(tmp_path / "data"))
     assert found_corpus(str(tmp_path)) == ("tinyshakespeare", str(tmp_path))  # whose absence is an error
     assert capsys.readouterr().err == ""
+
+
+def test_tinyshakespeare_comes_from_the_folder_in_the_environment(tmp_path, monkeypatch):
+    """A text with another hash shows that the file is read; nothing is downloaded."""
+    monkeypatch.setattr(corpus, "fetch", lambda url, path, *_, **__: str(path).encode())
+    monkeypatch.setenv("TRANSFORMER_KERNELS_DATA", str(tmp_path))
+    assert read_corpus("tinyshakespeare").endswith("input.txt")  # of the cache: the folder is empty
+    (tmp_path / "input.txt").write_text("To be")
+    with pytest.raises(DataFileError, match=f"{tmp_path / 'input.txt'}: expected SHA-256"):
+        read_corpus("tinyshakespeare")
 
 
 def test_a_folder_without_tinyshakespeare_is_reported(tmp_path):

@@ -88,6 +88,23 @@ def test_a_larger_penalty_gives_longer_translations():
     assert lengths == sorted(lengths) and lengths[0] < lengths[-1]
 
 
+@pytest.mark.parametrize("penalty", [0.0, 0.6])
+@pytest.mark.parametrize("width", [3, 5**3])
+def test_a_search_in_which_no_beam_ends_returns_the_likeliest_beam(width, penalty):
+    model, length = make(vocab_size=5, ending=-torch.inf), 3
+    found = translated(model, BeamSearch(width=width, length_penalty=penalty), length)
+    assert all(len(ids) == length and END not in ids for ids in found)
+    greedy = translated(model, GREEDY, length)
+    others = [token for token in range(5) if token != END]
+    for row, ids in enumerate(found):
+        best = max(
+            itertools.product(others, repeat=length), key=lambda each, row=row: log_probability(model, row, each)
+        )
+        likely = log_probability(model, row, ids)
+        assert likely >= log_probability(model, row, greedy[row]) - 1e-5
+        assert width == 3 or ids == list(best)
+
+
 def test_a_beam_finds_likelier_translations_than_greed():
     gains = []
     for seed in range(4):

@@ -67,7 +67,7 @@ def save_checkpoint(folder: str | Path, checkpoint: Checkpoint) -> None:
     """Write `checkpoint` to `folder`. A complete checkpoint can be loaded after an interruption at any point.
 
     The new folder is flushed to disk before the old one is renamed. If the process ends between the two renames,
-    `load_checkpoint` finds the renamed folder.
+    `load_checkpoint` finds the renamed folder. A symbolic link is replaced; its target is kept.
     """
     folder = Path(folder)
     fresh, previous = folder.with_name(f".{folder.name}.partial"), _previous(folder)
@@ -75,8 +75,8 @@ def save_checkpoint(folder: str | Path, checkpoint: Checkpoint) -> None:
     fresh.mkdir(parents=True)
     try:
         _write_files(fresh, checkpoint)
-        if folder.exists():
-            shutil.rmtree(previous, ignore_errors=True)
+        if folder.exists() or folder.is_symlink():
+            _remove(previous)
             os.rename(folder, previous)
         os.rename(fresh, folder)
     except BaseException:
@@ -84,7 +84,15 @@ def save_checkpoint(folder: str | Path, checkpoint: Checkpoint) -> None:
         if previous.exists() and not folder.exists():
             os.rename(previous, folder)
         raise
-    shutil.rmtree(previous, ignore_errors=True)
+    _remove(previous)
+
+
+def _remove(folder: Path) -> None:
+    """Delete a folder, or a symbolic link to one without its target."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def load_checkpoint(folder: str | Path) -> Checkpoint:
@@ -144,7 +152,7 @@ def checkpoint_folder(folder: str | Path, order: Sequence[str] = NAMES) -> Path:
 
 def refuse_other_run(folder: Path, start: Path | None) -> None:
     """Raise RunFolderError if `folder` contains a checkpoint other than the resumed one, `start`."""
-    if start is not None and start.resolve().parent == folder.resolve():
+    if start is not None and start.parent.resolve() == folder.resolve():
         return
     if any(path.exists() for name in NAMES for path in (folder / name, _previous(folder / name))):
         raise RunFolderError(
@@ -189,7 +197,7 @@ def _delete_run(folder: Path) -> None:
     """Delete checkpoints, log and TensorBoard events of a run; other files are kept."""
     for name in NAMES:
         for path in (folder / name, _previous(folder / name)):
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
     (folder / LOG).unlink(missing_ok=True)
     shutil.rmtree(folder / "tensorboard", ignore_errors=True)
 

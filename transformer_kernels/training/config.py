@@ -224,6 +224,8 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
 
 def resumed_config(saved: TrainingConfig, changes: Mapping[str, Any]) -> Any:
     """The config of a checkpoint with `changes`; ValueError if one of them would prevent exact resumption."""
+    automatic = [spec.name for spec in dataclasses.fields(saved) if spec.metadata["fixed"]]  # decided at the start
+    changes = {name: value for name, value in changes.items() if value != "auto" or name not in automatic}
     merged = saved.from_values({**dataclasses.asdict(saved), **replaced_length(changes)}, "--resume")
     for spec in dataclasses.fields(saved):
         before, after = getattr(saved, spec.name), getattr(merged, spec.name)
@@ -253,4 +255,5 @@ def build_preset(name: str, config: TrainingConfig, **decided: int) -> nn.Module
     try:
         return build(name, backend=config.backend, **decided, **config.model)
     except TypeError as error:
-        raise ValueError(f"model: {error}") from error
+        reason = str(error).partition("\n")[0]  # PyTorch adds a stack of C++ where a number is too large
+        raise ValueError(f"model: {reason}") from error

@@ -74,6 +74,9 @@ def _stdlib_text(limit: int = STDLIB_CHARACTERS) -> str:
 
 def _tinyshakespeare_text(data_dir: str) -> str:
     remedy = "get the file elsewhere and give its folder as --data-dir"
+    shared = os.environ.get("TRANSFORMER_KERNELS_DATA", "")
+    if not data_dir and shared and any(path.is_file() for path in _candidates(shared)):
+        data_dir = shared
     if not data_dir:
         path = cache_folder() / "tinyshakespeare" / "input.txt"
         data = fetch(TINYSHAKESPEARE_URL, path, TINYSHAKESPEARE_SHA256, max_bytes=TINYSHAKESPEARE_BYTES, remedy=remedy)

@@ -47,9 +47,11 @@ def read_encoder(folder: str | Path) -> Initial:
     """Read a run or checkpoint of this package, or a Hugging Face folder.
 
     Raises:
-        CheckpointError: there is no such folder, or the run is corrupt.
+        CheckpointError: there is no such folder, or the run is corrupt or of another recipe.
         FileNotFoundError, ValueError: see `load_pretrained` and `load_tokenizer`; or the model is not an encoder.
     """
+    from transformer_kernels.training.recipes.imdb import ReviewsConfig  # which imports this module
+
     folder = Path(folder)
     if not folder.exists():
         remedy = "" if folder.is_absolute() else f"; pretrained {download_remedy(folder)}"
@@ -58,6 +60,8 @@ def read_encoder(folder: str | Path) -> Initial:
         return _read_pretrained(folder)
     folder = checkpoint_folder(folder)
     checkpoint = load_checkpoint(folder)
+    if not isinstance(checkpoint.config, ReviewsConfig):
+        raise CheckpointError(f"{folder}: expected a text encoder (train mlm), found one of {checkpoint.config.recipe}")
     return Initial(folder, dict(checkpoint.config.model), checkpoint.tokenizer, checkpoint.weights)
 
 

@@ -142,7 +142,10 @@ class RunLog:
 
             self._writer = SummaryWriter(str(folder / "tensorboard"))
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = open(folder / "log.jsonl", "a", encoding="utf-8")  # noqa: SIM115
+        self._file = open(folder / "log.jsonl", "a+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        self._file.seek(0)
+        if (before := self._file.read()) and not before.endswith("\n"):  # cut by a full disk or a kill
+            self._file.write("\n")
 
     def write(self, event: str, step: int, **values: Any) -> None:
         """Append a line; numbers also become TensorBoard scalars named <event>/<name>."""

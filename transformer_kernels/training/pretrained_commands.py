@@ -81,7 +81,8 @@ def fill_mask(loaded: Pretrained, text: str, count: int) -> list[tuple[str, floa
         raise ValueError(f"fill-mask: the text must have one {MASK}, and the tokenizer must know it; got {text!r}")
     ids = loaded.tokenizer.encode(text.replace(MASK, loaded.tokenizer.id_to_token(known))).ids
     hidden = model(torch.tensor([ids], device=loaded.device))
-    likely = model.token_logits(hidden)[0, ids.index(known)].float().softmax(-1).topk(count)
+    shares = model.token_logits(hidden)[0, ids.index(known)].float().softmax(-1)
+    likely = shares.topk(min(count, len(shares)))
     words = (loaded.tokenizer.id_to_token(index) for index in likely.indices.tolist())
     return list(zip(words, likely.values.tolist(), strict=True))
 

@@ -40,9 +40,8 @@ def find_reviews(data: str, part: str) -> Path:
     """The folder or file of `part` ("train" or "test") in the folder `data`."""
     folder = Path(data)
     if not data or not folder.exists():
-        raise ValueError(
-            f"data must be the aclImdb folder (from {SOURCE}) or a CSV, JSONL or Parquet file; got {data!r}"
-        )
+        kinds = f"the aclImdb folder (from {SOURCE}) or a CSV, JSONL or Parquet file"
+        raise ValueError(f"no reviews at {data!r}: pass {kinds} as --data" if data else f"--data must be {kinds}")
     if (folder / part / "pos").is_dir():
         return folder / part
     endings = [ending + packed for ending in FORMATS for packed in ("", *OPENERS)]

@@ -185,6 +185,10 @@ class LearnedTokenizer(ReviewTokenizer):
     def encode_many(self, texts: list[str], threads: int = 1) -> list[list[int]]:
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts)]
 
+    def encoding(self, text: str) -> Any:
+        """The tokens of one text with their offsets."""
+        return self._tokenizer.encode(text)
+
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode([index for index in ids if index < self.mask])
 
@@ -214,6 +218,10 @@ class PretrainedTokenizer(ReviewTokenizer):
 
     def encode_many(self, texts: list[str], threads: int = 1) -> list[list[int]]:
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def encoding(self, text: str) -> Any:
+        """The tokens of one text with their offsets, without special tokens."""
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids))

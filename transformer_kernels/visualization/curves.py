@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ def draw_positions(kind: str, length: int, width: int, path: str | Path) -> None
 
 
 def read_log(folder: str | Path) -> list[dict[str, Any]]:
-    """The log entries of a run, without those that a resumed run repeated.
+    """The log entries of a run, without those that a resumed run repeated; lines that were cut are skipped.
 
     Raises:
         FileNotFoundError: the folder has no log.jsonl.
@@ -97,9 +98,15 @@ def read_log(folder: str | Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; pass the folder of a run, such as runs/char-gpt")
     lines: list[dict[str, Any]] = []
-    for number, text in enumerate(path.read_text("utf-8").splitlines(), 1):
+    for number, text in enumerate(path.read_text("utf-8", "replace").split("\n"), 1):
+        text = text.strip("\0")  # a crash of the machine leaves zeros
+        if not text:
+            continue
         try:
-            line = json.loads(text)
+            line = _entry(text)
+            if line is None:
+                warnings.warn(f"{path}, line {number}: cut short, skipped: {text!r:.80}", stacklevel=2)
+                continue
             if line["event"] == "start":
                 lines = [earlier for earlier in lines if earlier["step"] <= line["step"]]
         except (ValueError, KeyError, TypeError):
@@ -108,6 +115,16 @@ def read_log(folder: str | Path) -> list[dict[str, Any]]:
     if not any(line["event"] == "train" for line in lines):
         raise ValueError(f"{path}: no step of training is logged yet")
     return lines
+
+
+def _entry(text: str) -> Any:
+    """The entry in a line; None if a full disk or a kill cut the line, before a line break or before the next entry."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        if not text.startswith('{"event": '):
+            raise
+        return None
 
 
 def draw_runs(folders: list[str], path: str | Path) -> None:

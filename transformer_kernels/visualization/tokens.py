@@ -10,6 +10,8 @@ from torch import Tensor
 from python_ref import GPT, BERTClassifier
 from python_ref.encoder import Encoder
 
+MASKS = ("[MASK]", "<mask>")
+UNKNOWN = ("[UNK]", "<unk>")
 BLANKS = {" ": "␣", "\n": "↵", "\t": "⇥", "\r": "⇤", "": "∅"}
 
 
@@ -17,11 +19,13 @@ class Reading(NamedTuple):
     """A text as token ids.
 
     Attributes:
+        text: that was read; the mask is spelled as the tokenizer does.
         tokens: (1, L) int64, on the model's device.
-        names: L words or subwords, spelled as in the text.
+        names: L words or subwords, spelled as in the text; words outside the vocabulary are [UNK].
         spans: (start, end) of each in the text; (0, 0) for special tokens such as [CLS].
     """
 
+    text: str
     tokens: Tensor
     names: list[str]
     spans: list[tuple[int, int]]
@@ -38,11 +42,18 @@ def read(loaded: Any, text: str) -> Reading:
     """
     if not isinstance(loaded.model, GPT | BERTClassifier | Encoder):
         raise ValueError(f"a {type(loaded.model).__name__} does not take one input text, so it has no such plot")
-    named = _by_offsets if hasattr(loaded.tokenizer, "encode_batch") else _one_by_one
-    ids, names, spans = named(loaded.tokenizer, text, special=not isinstance(loaded.model, GPT))
+    special = not isinstance(loaded.model, GPT)
+    tokenizer = loaded.tokenizer
+    if hasattr(tokenizer, "encode_batch"):
+        if special and tokenizer.token_to_id(MASKS[0]) is None and tokenizer.token_to_id(MASKS[1]) is not None:
+            text = text.replace(*MASKS)
+        encoding = tokenizer.encode(text, add_special_tokens=special)
+        ids, names, spans = encoding.ids, _names(encoding, text), encoding.offsets
+    else:
+        ids, names, spans = _of_a_recipe(tokenizer, text, special)
     if not any(end > start for start, end in spans):
         raise ValueError(f"the text must have at least one token; got {text!r}")
-    return Reading(torch.tensor([ids], device=loaded.device), names, spans)
+    return Reading(text, torch.tensor([ids], device=loaded.device), names, spans)
 
 
 def readable(piece: str) -> str:
@@ -50,21 +61,37 @@ def readable(piece: str) -> str:
     return piece.strip() or "".join(BLANKS.get(character, character) for character in piece) or BLANKS[""]
 
 
-def _by_offsets(tokenizer: Any, text: str, special: bool) -> tuple[list[int], list[str], list[tuple[int, int]]]:
-    """Tokens by the package `tokenizers`, whose offsets give "fox" and "s" for "Ġfox" and "##s"."""
-    encoding = tokenizer.encode(text, add_special_tokens=special)
+def _names(encoding: Any, text: str) -> list[str]:
+    """The names of tokens by the package `tokenizers`, whose offsets give "fox" and "s" for "Ġfox" and "##s"."""
     pairs = zip(encoding.tokens, encoding.offsets, strict=True)
-    names = [readable(text[start:end]) if end > start else token for token, (start, end) in pairs]
-    return encoding.ids, names, encoding.offsets
+    return [token if end == start or token in UNKNOWN else readable(text[start:end]) for token, (start, end) in pairs]
 
 
-def _one_by_one(tokenizer: Any, text: str, special: bool) -> tuple[list[int], list[str], list[tuple[int, int]]]:
-    """Tokens by one of this package's tokenizers, decoded one by one."""
+def _of_a_recipe(tokenizer: Any, text: str, special: bool) -> tuple[list[int], list[str], list[tuple[int, int]]]:
+    """Ids, names and spans by one of this package's tokenizers; an encoder's text may contain [MASK]."""
+    ids: list[int] = []
+    names: list[str] = []
+    spans: list[tuple[int, int]] = []
+    start = 0
+    for number, part in enumerate(text.split(MASKS[0]) if special else [text]):
+        if number:
+            ids, names, spans = [*ids, tokenizer.mask], [*names, MASKS[0]], [*spans, (start, start + len(MASKS[0]))]
+            start += len(MASKS[0])
+        more, pieces, ends = _pieces(tokenizer, part)
+        ids, names = ids + more, names + pieces
+        spans += [(start + first, start + last) for first, last in ends]
+        start += len(part)
+    if special:
+        return [tokenizer.cls, *ids, tokenizer.sep], ["[CLS]", *names, "[SEP]"], [(0, 0), *spans, (0, 0)]
+    return ids, names, spans
+
+
+def _pieces(tokenizer: Any, text: str) -> tuple[list[int], list[str], list[tuple[int, int]]]:
+    """Ids, names and spans of a text without special tokens: by offsets, or decoded one by one."""
+    if hasattr(tokenizer, "encoding"):
+        encoding = tokenizer.encoding(text)
+        return encoding.ids, _names(encoding, text), encoding.offsets
     ids = tokenizer.encode(text)
     pieces = [tokenizer.decode([index]) for index in ids]
     ends = torch.tensor([len(piece) for piece in pieces]).cumsum(0).tolist()
-    names, spans = [readable(piece) for piece in pieces], list(zip([0, *ends], ends, strict=False))
-    if special:
-        ids, names = [tokenizer.cls, *ids, tokenizer.sep], ["[CLS]", *names, "[SEP]"]
-        spans = [(0, 0), *spans, (0, 0)]
-    return ids, names, spans
+    return ids, [readable(piece) for piece in pieces], list(zip([0, *ends], ends, strict=False))

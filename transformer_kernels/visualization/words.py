@@ -14,7 +14,7 @@ from torch import Tensor
 
 from transformer_kernels.training.vectors import Term, WordVectors
 from transformer_kernels.visualization.figures import literal, new_figure, write_figure
-from transformer_kernels.visualization.tokens import read
+from transformer_kernels.visualization.tokens import UNKNOWN, read
 
 
 class WordInContext(NamedTuple):
@@ -42,12 +42,14 @@ class WordInContext(NamedTuple):
 @torch.inference_mode()
 def word_in_context(loaded: Any, word: str, sentence: str) -> WordInContext:
     """The first occurrence of `word` as a whole word, ignoring case; ValueError if there is none."""
-    found = re.search(rf"(?<!\w){re.escape(word)}(?!\w)", sentence, re.IGNORECASE)
+    reading = read(loaded, sentence)
+    found = re.search(rf"(?<!\w){re.escape(word)}(?!\w)", reading.text, re.IGNORECASE)
     if not word or found is None:
         raise ValueError(f"the word {word!r} is not in {sentence!r}")
-    reading = read(loaded, sentence)
     first, last = found.span()
     indices = [index for index, (start, end) in enumerate(reading.spans) if start < last and end > first]
+    if any(reading.names[index] in UNKNOWN for index in indices):
+        raise ValueError(f"the model does not know the word {word!r}: it reads [UNK] in {sentence!r}")
     hidden = loaded.model.hidden_states(reading.tokens)[0].float().cpu()
     static = loaded.model.embedding.tokens.weight[reading.tokens[0, indices]].float().mean(0).cpu()
     return WordInContext(sentence, indices, hidden, reading.names, static)

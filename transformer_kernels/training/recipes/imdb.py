@@ -162,7 +162,7 @@ def load_part(config: ReviewsConfig, part: str) -> Reviews:
         return read_reviews(config.test_data)
     is_file = Path(config.data).is_file()
     if part == "test" and is_file:
-        raise ValueError("--test-data is required if --data is a file")
+        raise ValueError(f"the training data is a file, {config.data}: give a file of test reviews as --test-data")
     return read_reviews(config.data if is_file else find_reviews(config.data, part))
 
 
@@ -205,6 +205,9 @@ class Imdb(ReviewRecipe):
         if self.initial is not None:
             config.model = {**self.initial.fields, **config.model}
         super().__init__(config, tokenizer)
+        labels = self.reviews.labels[self.training].unique().tolist()
+        if len(labels) < len(CLASSES):
+            raise ValueError(f"{config.data}: all {self.train_length} reviews for training are {CLASSES[labels[0]]}")
         self.budget = 0
 
     @classmethod

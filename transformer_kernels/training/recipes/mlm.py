@@ -128,6 +128,6 @@ class Mlm(ReviewRecipe):
         logits = trained.model(torch.tensor([ids], device=trained.device), None, index)[0]
         shares = logits.float().softmax(-1)
         shares[[tokenizer.pad, tokenizer.cls, tokenizer.sep, tokenizer.mask]] = -1.0
-        likely = shares.topk(count)
+        likely = shares.topk(min(count, len(shares)))
         words = (tokenizer.decode([index]) for index in likely.indices.tolist())
         return [(word.strip() or repr(word), share) for word, share in zip(words, likely.values.tolist(), strict=True)]

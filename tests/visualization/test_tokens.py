@@ -1,0 +1,58 @@
+"""Names and spans of the tokens of a text, by every tokenizer."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from python_ref import BERTClassifier, BERTConfig
+from transformer_kernels.training.tokenizers import ByteTokenizer, LearnedTokenizer
+from transformer_kernels.visualization.tokens import read
+from transformer_kernels.visualization.words import word_in_context
+
+TEXTS = ["The dull film, a dull film", "the great film", "a great, great end"] * 2
+
+
+def encoder(tokenizer):
+    torch.manual_seed(0)
+    sizes = {"context": 64, "width": 16, "layers": 1, "heads": 2}
+    model = BERTClassifier(BERTConfig(vocab_size=tokenizer.vocabulary_size, **sizes)).eval()
+    return SimpleNamespace(model=model, tokenizer=tokenizer, device=torch.device("cpu"))
+
+
+@pytest.fixture(params=["bytes", "byte pairs", "words"])
+def loaded(request):
+    if request.param == "bytes":
+        return encoder(ByteTokenizer())
+    pytest.importorskip("tokenizers", reason="tokenizers is not installed (extra `train`)")
+    learn = LearnedTokenizer.learn_words if request.param == "words" else LearnedTokenizer.learn
+    return encoder(learn(TEXTS, 300))
+
+
+def test_spans_are_those_of_the_names(loaded):
+    text = "the great, dull film"
+    reading = read(loaded, text)
+    assert reading.names[0] == "[CLS]" and reading.names[-1] == "[SEP]"
+    inner = list(zip(reading.names, reading.spans, strict=True))[1:-1]
+    assert all(text[start:end].strip() in ("", name) for name, (start, end) in inner)
+    assert reading.tokens[0, 1:-1].tolist() == loaded.tokenizer.encode(text)
+
+
+def test_a_mask_in_the_text_is_one_token(loaded):
+    text = "a [MASK] film"
+    reading = read(loaded, text)
+    index = reading.names.index("[MASK]")
+    assert reading.tokens[0, index] == loaded.tokenizer.mask and text[slice(*reading.spans[index])] == "[MASK]"
+    before, after = loaded.tokenizer.encode("a "), loaded.tokenizer.encode(" film")
+    assert reading.tokens[0, 1:-1].tolist() == [*before, loaded.tokenizer.mask, *after]
+    found = word_in_context(loaded, "film", text)
+    assert "".join(found.names[index] for index in found.indices) == "film"
+
+
+def test_a_word_outside_the_vocabulary_is_named():
+    pytest.importorskip("tokenizers", reason="tokenizers is not installed (extra `train`)")
+    loaded = encoder(LearnedTokenizer.learn_words(TEXTS, 300))
+    assert read(loaded, "the zebra, a film").names == ["[CLS]", "the", "[UNK]", ",", "a", "film", "[SEP]"]
+    assert word_in_context(loaded, "film", "the zebra, a film").indices == [5]
+    with pytest.raises(ValueError, match=r"the model does not know the word 'zebra': it reads \[UNK\] in 'the zebra'"):
+        word_in_context(loaded, "zebra", "the zebra")
