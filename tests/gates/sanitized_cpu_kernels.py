@@ -27,6 +27,8 @@ ATTENTION: list[tuple[int, int, int, int, dict[str, Any]]] = [
     (2, 37, 150, 21, {"window": (59, 9), "alibi_slopes": torch.rand(2, 4), "softcap": 2.0, "dropout_p": 0.2}),
     (1, 3, 2100, 21, {"alibi_slopes": torch.rand(4) / 100, "window": (None, 1)}),  # keys split among threads
     (1, 90, 150, 21, {"cu_seqlens": int32(0, 70, 70, 80), "cu_seqlens_k": int32(0, 0, 9, 140), "window": (3, 20)}),
+    (2, 70, 150, 21, {"attn_bias": torch.rand(2, 1, 70, 150) < 0.5}),  # not recognised
+    (2, 70, 72, 32, {"attn_bias": torch.ones(4, 70, 72).tril().bool() & (torch.rand(2, 1, 1, 72) < 0.7)}),
 ]
 """Batch, queries, keys, head dimension, and options."""
 
@@ -40,7 +42,8 @@ def check_attention(dtype):
         }
         if width % 16:
             tensors["key_padding_mask"] = torch.arange(keys).expand(batch, keys) % 7 != 3
-        tensors["attn_bias"] = torch.randn(1, 4, queries, keys).to(dtype).requires_grad_()
+        if "attn_bias" not in options:
+            tensors["attn_bias"] = torch.randn(1, 4, queries, keys).to(dtype).requires_grad_()
         both = (results("attention", backend, tensors, options) for backend in ("cpu", "torch"))
         for ours, theirs in zip(*both, strict=True):
             torch.testing.assert_close(ours, theirs, atol=0.08, rtol=0.08)

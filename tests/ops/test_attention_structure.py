@@ -288,6 +288,25 @@ def test_queries_of_one_key_head_that_see_different_keys_while_decoding():
     check_parity("attention", "cpu", {**tensors_of(shape, kv_heads=1), "attn_bias": mask})
 
 
+def test_masks_that_are_not_plain_memory_are_left_to_the_validation():
+    q = torch.randn(1, 2, 70, 16)
+    mask = torch.ones(70, 70).triu(1)
+    assert structure_of(torch._neg_view(mask), (1, 2, 70, 70)) is None
+    assert structure_of(mask.to_sparse(), (1, 2, 70, 70)) is None
+    for other in (mask.to_sparse(), torch.nested.nested_tensor([mask]), torch._neg_view(mask)):
+        with pytest.raises(TypeError, match="attention: attn_bias must"):
+            tk.attention(q, q, q, attn_bias=other)
+    with pytest.raises(RuntimeError, match="attention: vmap"):
+        torch.func.vmap(lambda bias: tk.attention(q, q, q, attn_bias=bias))(mask.expand(2, 70, 70))
+
+
+def test_compiled_calls_keep_the_mask():
+    q = torch.randn(1, 2, 70, 16)
+    mask = made(("documents",), (1, 2, 70, 70))
+    compiled = torch.compile(lambda q, mask: tk.attention(q, q, q, attn_bias=mask), fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(q, mask), tk.attention(q, q, q, attn_bias=mask))
+
+
 def test_a_bool_mask_becomes_no_float_copy():
     length = 1024
     mask = torch.rand(length, length) < 0.5

@@ -23,7 +23,16 @@ from torch.compiler import is_compiling
 
 from transformer_kernels.backends.dispatch import get_backend, requested
 from transformer_kernels.patching._report import CallReport, CallRow
-from transformer_kernels.patching._torch_calls import FEWEST, FUNCTIONS, PLAIN, SMALL, Handler, softmax
+from transformer_kernels.patching._torch_calls import (
+    FEWEST,
+    FUNCTIONS,
+    PLAIN,
+    SMALL,
+    VARLEN,
+    Handler,
+    softmax,
+    varlen_attention,
+)
 
 PACKAGE = __name__.partition(".")[0]
 FUNCTIONAL = torch.nn.functional.__name__
@@ -174,8 +183,9 @@ def _binds(handler: Handler, backend: str, args: Any, kwargs: dict[str, Any]) ->
     return True
 
 
-def _backend_of(result: Tensor, backend: str) -> str:
+def _backend_of(result: Any, backend: str) -> str:
     """The backend's name in reports; what "auto" selects for a GPU is not looked up for each call."""
+    result = result if isinstance(result, Tensor) else result[0]
     return "cpu" if backend == "auto" and result.device.type == "cpu" else backend
 
 
@@ -194,6 +204,10 @@ class _Installed:
             if self._blocks > 1:
                 return
             self._exchanges = self._exchanges or list(_exchanges())
+            if VARLEN in sys.modules and self._exchanges[-1][1] != "_varlen_attn":
+                owner: Any = torch.ops.torch_attn
+                rerouted = _Rerouted(owner, "_varlen_attn", "attention", varlen_attention)
+                self._exchanges.append((owner, "_varlen_attn", rerouted.original, rerouted))
             for owner, name, before, now in self._exchanges:
                 if getattr(owner, name) is before:  # else another library has replaced it
                     setattr(owner, name, now)
@@ -263,13 +277,13 @@ def accelerate(target: Any = None, *, backend: str | None = None) -> Any:
     """Run the calls of torch's functions inside a block by this package's operations, where these are exact.
 
     Rerouted are torch.nn.functional's scaled_dot_product_attention (masks of keys, of queries and keys, biases,
-    is_causal, grouped heads, dropout), layer_norm, rms_norm, gelu, softmax, cross_entropy, linear and embedding, the
-    functions and methods of `torch` behind them, and with that the modules of torch.nn that call them. The meaning of
-    a call is torch's: causality is aligned top-left, True in a boolean mask is visible, classes are axis 1, the
-    result has torch's dtype. Two things may differ: the order of the axes in memory of an attention's result, and the
-    random numbers of its dropout, whose probability is rounded to a multiple of 2^-16. Every other call is PyTorch's
-    own: other options, dtypes and tensor classes, transforms of torch.func, what torch.compile or torch.jit compile
-    and, with "auto", what is too small to be faster. `report()` lists the reasons.
+    is_causal, grouped heads, dropout), layer_norm, rms_norm, gelu, softmax, cross_entropy, linear and embedding, on
+    CPUs torch.nn.attention's varlen_attn, the functions and methods of `torch` behind them, and with that the modules
+    of torch.nn that call them. The meaning of a call is torch's: causality is aligned top-left, True in a boolean mask
+    is visible, classes are axis 1, the result has torch's dtype. Two things may differ: the order of the axes in memory
+    of an attention's result, and the random numbers of its dropout, whose probability is rounded to a multiple of
+    2^-16. Every other call is PyTorch's own: other options, dtypes and tensor classes, transforms of torch.func, what
+    torch.compile or torch.jit compile and, with "auto", what is too small to be faster. `report()` lists the reasons.
 
     Activation checkpointing recomputes inside the block that it ran in, also if backward runs after the block.
     Functions imported by name before the first block (`from torch.nn.functional import gelu`) stay torch's where they

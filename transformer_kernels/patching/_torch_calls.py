@@ -293,6 +293,47 @@ def attention(
     return out
 
 
+def varlen_attention(
+    backend: str,
+    query: Any = None,
+    key: Any = None,
+    value: Any = None,
+    cu_seq_q: Any = None,
+    cu_seq_k: Any = None,
+    max_q: int = 0,
+    max_k: int = 0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window_size: Sequence[int] | None = None,
+    enable_gqa: bool = False,
+    seqused_k: Any = None,
+    block_table: Any = None,
+    num_splits: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor] | str:
+    """The operator of torch.nn.attention.varlen, which PyTorch has on GPUs only."""
+    if (reason := rejected(query, key, value, cu_seq_q, optional=[cu_seq_k])) is not None:
+        return reason
+    if not query.is_cpu:
+        return "PyTorch has a kernel for it"
+    if cu_seq_k is None or seqused_k is not None or block_table is not None:
+        return "its keys are pages, or used in part"
+    if not query.dim() == key.dim() == value.dim() == 3:
+        return "query, key and value are not (tokens, heads, D)"
+    alike = query.shape[0] == key.shape[0] and torch.equal(cu_seq_q, cu_seq_k)
+    left, right = (None if reach < 0 else reach for reach in window_size or (-1, -1))
+    packed = [x.unsqueeze(0).transpose(1, 2) for x in (query, key, value)]
+    out, lse = ops.attention(
+        *packed,
+        cu_seqlens=cu_seq_q,
+        cu_seqlens_k=None if alike else cu_seq_k,
+        window=(left, 0 if is_causal else right),
+        scale=scale,
+        return_lse=True,
+        backend=backend,
+    )
+    return out.transpose(1, 2).squeeze(0), lse.squeeze(0), torch.empty(2, dtype=torch.int64)
+
+
 def _unlike_ours(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> str | None:
     """Why `attention` does not support these shapes and dtypes, or None."""
     if not query.dim() == key.dim() == value.dim() == 4:
@@ -323,7 +364,7 @@ def _padding(mask: Tensor, batch: int, keys: int) -> Tensor | None:
     return mask[:, 0, 0].expand(batch, keys)
 
 
-Handler = Callable[..., Tensor | str]
+Handler = Callable[..., Any]
 
 FUNCTIONS: tuple[tuple[Any, str, str, Handler], ...] = (
     (torch.nn.functional, "scaled_dot_product_attention", "attention", attention),
@@ -340,3 +381,6 @@ FUNCTIONS: tuple[tuple[Any, str, str, Handler], ...] = (
 The functions of torch.nn.functional that are written in Python (layer_norm, rms_norm, embedding, cross_entropy,
 softmax) look these up when they are called, so that they stay the objects that they are.
 """
+
+VARLEN = "torch.nn.attention.varlen"
+"""A module that takes a second to import: its operator is rerouted in blocks that begin after it was imported."""

@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from transformer_kernels.backends.dispatch import requested
 from transformer_kernels.ops._checks import PLAIN
 from transformer_kernels.ops._dropout import compiled
 from transformer_kernels.ops._operation import autocast_dtype, is_traced
+from transformer_kernels.ops._plan import functorch_is_active
 
 Shape = tuple[int, int, int, int]
 """(B, H, Lq, Lk)."""
@@ -72,7 +74,7 @@ def structure_of(mask: Tensor, shape: Shape) -> Structure | None:
     the memory of the mask, its layout and its version, except where memory is shared with numpy or another process,
     whose writes no version counter sees. As in autograd, writes through `mask.data` go unseen.
     """
-    if not mask.is_cpu or mask.requires_grad or mask.dim() > 4 or is_traced(mask):
+    if not _is_readable(mask) or mask.requires_grad or mask.dim() > 4:
         return None
     storage = mask.untyped_storage()
     key = storage._cdata, mask.data_ptr(), mask.shape, mask.stride(), mask.dtype, shape
@@ -125,9 +127,10 @@ def understood(
     They stay as they are where it is not and where they are invalid; kernels of a GPU receive a bool mask as a bias.
     `is_hidden_by` says whether a number that the mask adds hides a key exactly.
     """
-    given, named = (attn_bias, causal, key_padding_mask, None), requested(backend)
-    if type(attn_bias) not in PLAIN or type(q) not in PLAIN or not _broadcasts(attn_bias, shape):
+    given = attn_bias, causal, key_padding_mask, None
+    if type(attn_bias) not in PLAIN or type(q) not in PLAIN or attn_bias.is_nested or not _broadcasts(attn_bias, shape):
         return given
+    named = "auto" if is_compiling() else requested(backend)  # Dynamo cannot read the default, a context variable
     if attn_bias.dtype is torch.bool and (named in ("triton", "cuda") or not q.is_cpu):
         shown = torch.zeros((), dtype=autocast_dtype(q) or q.dtype, device=attn_bias.device)
         return torch.where(attn_bias, shown, -math.inf), causal, key_padding_mask, None
@@ -142,6 +145,13 @@ def understood(
             return given
         padding = padding & key_padding_mask
     return None, causal or structure.causal, key_padding_mask if padding is None else padding, structure.key_ranges
+
+
+def _is_readable(mask: Tensor) -> bool:
+    """Whether the values of a mask are in memory, at strides, and the call is eager and without transforms."""
+    if not mask.is_cpu or is_traced(mask) or functorch_is_active():
+        return False
+    return mask.layout is torch.strided and not mask.is_neg()
 
 
 def _broadcasts(mask: Tensor, shape: Shape) -> bool:
