@@ -13,12 +13,23 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from transformer_kernels.ops.attention import attention
-from transformer_kernels.ops.attention._structure import structure_of
 from transformer_kernels.ops._crossovers import crossover
 from transformer_kernels.ops._pattern import (
-    HOLE, Call, Input, Match, Number, Option, Pattern, Prepared, Replacement, Steps, Term, maybe,
+    HOLE,
+    Call,
+    Input,
+    Match,
+    Number,
+    Option,
+    Pattern,
+    Prepared,
+    Replacement,
+    Steps,
+    Term,
+    maybe,
 )  # fmt: skip
+from transformer_kernels.ops.attention import attention
+from transformer_kernels.ops.attention._structure import structure_of
 
 LARGE = -1e4
 """A fill up to this value is taken for minus infinity in a row that sees a key; weights of such scores are 0."""
@@ -125,9 +136,7 @@ def _structure(hidden: Tensor) -> dict[str, Any]:
     return {"hidden": hidden}
 
 
-def as_written(
-    steps: tuple[Step, ...], p: float, q: Tensor, k: Tensor, v: Tensor, masks: tuple[Tensor, ...]
-) -> Tensor:
+def as_written(steps: tuple[Step, ...], p: float, q: Tensor, k: Tensor, v: Tensor, masks: tuple[Tensor, ...]) -> Tensor:
     """The steps in PyTorch's operators."""
     scores, given = q @ k.transpose(-1, -2), iter(masks)
     for step in steps:
@@ -151,8 +160,9 @@ class Fused(NamedTuple):
     dtype: torch.dtype
     small: bool
 
-    def __call__(self, q: Tensor, kt: Tensor, v: Tensor, p: float = 0.0, known: Known | None = None,
-        backend: str | None = None) -> Tensor:
+    def __call__(
+        self, q: Tensor, kt: Tensor, v: Tensor, p: float = 0.0, known: Known | None = None, backend: str | None = None
+    ) -> Tensor:
         k, dims = kt.transpose(-1, -2), q.dim()
         options: dict[str, Any] = {}
         if known is not None:
@@ -194,10 +204,10 @@ def _replace(match: Match) -> Replacement | str:
     q, kt, v = match.fake("q"), match.fake("kt"), match.fake("v")
     if not q.dim() == kt.dim() == v.dim() or q.dim() not in (3, 4):
         return "query, key and value do not have three or four axes"
-    if not q.dtype is kt.dtype or not match.has_kernel(q.dtype, v.dtype, match.dtype):
+    if q.dtype is not kt.dtype or not match.has_kernel(q.dtype, v.dtype, match.dtype):
         return "its dtype has no kernel"
-    if not isinstance(q.shape[-1], int) or not _same(q.shape[-1], kt.shape[-2]):
-        return "the head dimension is not known"
+    if not _same(q.shape[-1], kt.shape[-2]):
+        return "query and key do not have the same head dimension"
     leading = (*zip(q.shape[:-2], kt.shape[:-2], strict=True), *zip(kt.shape[:-2], v.shape[:-2], strict=True))
     if not all(_same(a, b) for a, b in leading) or not _same(kt.shape[-1], v.shape[-2]):
         return "query, key and value do not have the same batch and heads"

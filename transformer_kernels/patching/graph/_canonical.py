@@ -1,7 +1,8 @@
-"""The canonical form of a node of Dynamo's graph: one name and one order of arguments for all spellings of an operator."""
+"""The canonical form of a node of Dynamo's graph: one name and order of arguments for all spellings of an operator."""
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ OPAQUE = Expr("opaque", ())
 FLAT = ("mean_flat", "var_flat", "std_flat")
 """Statistics of rows without the last axis."""
 
-OWNERS = (torch, F, torch._C._nn, torch.functional, torch.special, torch._C._special)
+OWNERS = (torch, F, torch._C._nn, torch.functional, torch.special)
 OPERATORS = {
     operator.add: "add", operator.sub: "sub", operator.mul: "mul", operator.truediv: "div", operator.neg: "neg",
     operator.pow: "pow", operator.matmul: "matmul", operator.getitem: "getitem", operator.eq: "eq", operator.ne: "ne",
@@ -115,7 +116,9 @@ class Canonical:
             self._known[node] = OPAQUE
             self._known[node] = self._expression(node)
         known = self._known[node]
-        if self._replaced and any(each in self._replaced or isinstance(each, Expr) for each in known.args if _is_value(each)):
+        if self._replaced and any(
+            each in self._replaced or isinstance(each, Expr) for each in known.args if _is_value(each)
+        ):
             known = self._known[node] = self._current(known)
         return known
 
@@ -161,6 +164,9 @@ class Canonical:
         """The number that a value always is, or None."""
         if isinstance(value, fx.Node) and isinstance(fake(value), Tensor) and fake(value).dim() == 0:
             return self._constant(value)
+        symbol = fake(value)
+        if isinstance(value, fx.Node) and isinstance(symbol, torch.SymFloat) and symbol.node.has_hint():
+            return float(symbol)  # a number of the model's configuration, which is guarded
         return number(value)
 
 
@@ -271,9 +277,7 @@ def _matmul(c: Canonical, node: fx.Node, a: Any, b: Any) -> Expr | None:
     return Expr("matmul", (a, b)) if is_tensor(a) and is_tensor(b) and min(fake(a).dim(), fake(b).dim()) >= 2 else None
 
 
-def _baddbmm(
-    c: Canonical, node: fx.Node, input: Any, a: Any, b: Any, beta: Any = 1, alpha: Any = 1
-) -> Expr | None:
+def _baddbmm(c: Canonical, node: fx.Node, input: Any, a: Any, b: Any, beta: Any = 1, alpha: Any = 1) -> Expr | None:
     if number(beta) is None or number(alpha) is None:
         return None
     product: Any = Expr("matmul", (a, b))
@@ -294,10 +298,14 @@ def _einsum(c: Canonical, node: fx.Node, equation: Any, *operands: Any) -> Expr 
         return None
     left, right = inputs.split(",")
     if "." in equation:
-        extra = [fake(x).dim() - len(labels.replace("...", "")) for x, labels in zip(operands, (left, right), strict=True)]
+        extra = [
+            fake(x).dim() - len(labels.replace("...", "")) for x, labels in zip(operands, (left, right), strict=True)
+        ]
         if not all("..." in labels for labels in (left, right, output)) or extra[0] != extra[1]:
             return None
-        left, right, output = (labels.replace("...", "\x01\x02\x03\x04"[: extra[0]]) for labels in (left, right, output))
+        left, right, output = (
+            labels.replace("...", "\x01\x02\x03\x04"[: extra[0]]) for labels in (left, right, output)
+        )
     if any(len(set(labels)) != len(labels) for labels in (left, right, output)):
         return None
     batch = [label for label in left if label in right and label in output]
@@ -464,6 +472,13 @@ def _sdpa(
     return Expr("sdpa", (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
 
 
+def _multi_head(c: Canonical, node: fx.Node, **given: Any) -> Expr | None:
+    signature = inspect.signature(F.multi_head_attention_forward)
+    call = signature.bind(**given)
+    call.apply_defaults()
+    return Expr("mha", tuple(call.arguments[name] for name in signature.parameters))
+
+
 def _cross_entropy(
     c: Canonical, node: fx.Node, input: Any, target: Any, weight: Any = None, size_average: Any = None,
     ignore_index: Any = -100, reduce: Any = None, reduction: Any = "mean", label_smoothing: Any = 0.0,
@@ -560,6 +575,10 @@ def _rules() -> dict[str, Rule]:
     rule("layer_norm", "input normalized_shape weight bias eps cudnn_enable", _layer_norm)
     rule("rms_norm", "input normalized_shape weight eps", _rms_norm)
     rule("scaled_dot_product_attention", "query key value attn_mask dropout_p is_causal", _sdpa)
+    rules["multi_head_attention_forward"] = (
+        tuple(inspect.signature(F.multi_head_attention_forward).parameters),
+        _multi_head,
+    )
     rule("cross_entropy", "input target weight size_average ignore_index reduce reduction label_smoothing",
          _cross_entropy)  # fmt: skip
     rule("cat concat", "tensors dim", _cat)

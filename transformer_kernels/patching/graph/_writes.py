@@ -146,7 +146,7 @@ def _writes(node: fx.Node) -> bool:
         return True
     if len(node.args) > 1 and node.args[1] is True and name in ("relu", "silu", "relu6", "selu", "mish", "hardtanh"):
         return True
-    return name.endswith("_") and not name.endswith("__") or name == "__setitem__"
+    return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
 
 
 def _may_write(node: fx.Node) -> bool:
