@@ -175,6 +175,11 @@ def _last(dim: Any, x: Any) -> bool:
     return isinstance(dim, int) and dim in (-1, fake(x).dim() - 1)
 
 
+def _narrows(dtype: Any, x: Any) -> bool:
+    """Whether a reduction rounds its input."""
+    return dtype is not None and torch.promote_types(dtype, fake(x).dtype) is not dtype
+
+
 def _mul(c: Canonical, node: fx.Node, a: Any, b: Any) -> Expr | None:
     for x, y in ((a, b), (b, a)):
         if (factor := c.number(y)) is not None:
@@ -331,7 +336,7 @@ def _permuted(operand: Any, labels: str, order: list[str]) -> Any:
 
 
 def _softmax(c: Canonical, node: fx.Node, input: Any, dim: Any = None, dtype: Any = None, _stacklevel: Any = 3) -> Any:
-    return Expr("softmax", (input,)) if _last(dim, input) else None
+    return Expr("softmax", (input,)) if _last(dim, input) and not _narrows(dtype, input) else None
 
 
 def _masked_fill(c: Canonical, node: fx.Node, input: Any, mask: Any, value: Any) -> Expr | None:
@@ -396,12 +401,26 @@ def _getattr(c: Canonical, node: fx.Node, input: Any, name: Any) -> Expr | None:
     return _transpose(c, node, input, -1, -2)
 
 
+def _view(c: Canonical, node: fx.Node, input: Any, *_: Any, **__: Any) -> Expr | None:
+    """A view that joins or splits the axes before the last two."""
+    before, after = fake(input), fake(node)
+    if not isinstance(before, Tensor) or not isinstance(after, Tensor) or before.dtype is not after.dtype:
+        return None
+    if min(before.dim(), after.dim()) < 3 or not same_shape(before.shape[-2:], after.shape[-2:]):
+        return None
+    return Expr("id", (input,)) if same_shape(before.shape, after.shape) else Expr("batch_view", (input, node))
+
+
 def _mean(c: Canonical, node: fx.Node, input: Any, dim: Any = None, keepdim: Any = False, dtype: Any = None) -> Any:
-    return Expr("mean" if keepdim else "mean_flat", (input,)) if dim is not None and _last(dim, input) else None
+    if dim is None or not _last(dim, input) or _narrows(dtype, input):
+        return None
+    return Expr("mean" if keepdim else "mean_flat", (input,))
 
 
 def _sum(c: Canonical, node: fx.Node, input: Any, dim: Any = None, keepdim: Any = False, dtype: Any = None) -> Any:
-    return Expr("sum" if keepdim else "sum_flat", (input,)) if dim is not None and _last(dim, input) else None
+    if dim is None or not _last(dim, input) or _narrows(dtype, input):
+        return None
+    return Expr("sum" if keepdim else "sum_flat", (input,))
 
 
 def _var_mean(c: Canonical, node: fx.Node, input: Any, dim: Any = None, unbiased: Any = True, keepdim: Any = False,
@@ -556,6 +575,8 @@ def _rules() -> dict[str, Rule]:
     for name in ("to", "type_as", "type"):
         rules[name] = (("input", "first", "second", "third", "fourth"), _to)
     rule("contiguous clone", "input", _identity)
+    for name in ("view", "reshape", "flatten", "unflatten"):
+        rules[name] = (("input", *(f"size_{index}" for index in range(8))), _view)
     rule("dropout feature_dropout", "input p training", _dropout)
     rule("transpose", "input dim0 dim1", _transpose)
     rules["permute"] = (tuple(f"d{i}" for i in range(8)), lambda c, node, d0, **k: _permute(c, node, d0, *k.values()))

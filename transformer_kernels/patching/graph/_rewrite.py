@@ -67,6 +67,8 @@ def rewrite(graph_module: fx.GraphModule, trains: bool, backend: str | None = No
         trains: whether autograd records it.
         backend: computes every match, whatever its size; None for the fastest, PyTorch's own functions included.
     """
+    if (reason := _transformed(graph_module.graph)) is not None:
+        return Outcome(left={("the graph", ""): reason})
     parts = [rewrite(part, trains, backend) for part in checkpointed_parts(graph_module)]
     outcome = Rewriter(graph_module.graph, trains, backend).run()
     for part in parts:
@@ -87,6 +89,7 @@ class Rewriter:
         self.canonical = Canonical(self.constants.number)
         self.matcher = Matcher(self.canonical)
         self.prepared: dict[Any, fx.Node] = {}
+        self.created: list[fx.Node] = []
         self.own: dict[fx.Node, tuple[str, str]] = {}
 
     def run(self) -> Outcome:
@@ -97,7 +100,7 @@ class Rewriter:
                     expression = self.canonical.of(node).op
                     if expression in names and self.own.get(node, ("",))[0] != pattern.operation:
                         self._try(pattern, node)
-        self.writes.restore()
+        self.writes.restore(frozenset(self.created) if self.trains else frozenset())
         self._report()
         names = {node.name for node in self.graph.nodes}
         self.outcome.left = {key: reason for key, reason in self.outcome.left.items() if key[1] in names}
@@ -134,6 +137,8 @@ class Rewriter:
         for leaf in _nodes(found.bound):
             if leaf not in inner and self.writes.between(leaf, first, found.root):
                 return f"its input {leaf.name} is written to in place"
+            if self.trains and self.writes.after(leaf, found.root):
+                return f"its input {leaf.name}, which is kept for the backward pass, is written to later"
         return None
 
     def _replace(self, pattern: Pattern, found: Found, replacement: Replacement) -> None:
@@ -179,6 +184,7 @@ class Rewriter:
         target = function if hasattr(function, "__name__") else function.__call__
         node = self.graph.create_node("call_function", target, args, options, name)
         node.meta["example_value"] = value
+        self.created.append(node)
         self.writes.place(node, place)
         self.regions[node] = self.regions.get(place, 0)
         return node
@@ -295,6 +301,14 @@ def _nodes(value: Any) -> Iterator[fx.Node]:
 def _is_pure(node: fx.Node) -> bool:
     name = name_of(node)
     return node.op in ("call_function", "call_method") and name is not None and not name.endswith("_")
+
+
+def _transformed(graph: fx.Graph) -> str | None:
+    """Why a graph as a whole is left alone."""
+    names = [str(getattr(node.target, "__name__", "")) for node in graph.nodes if node.op == "call_function"]
+    if torch._C._are_functorch_transforms_active() or any("increment_nesting" in name for name in names):
+        return "it contains a transform of torch.func"
+    return None
 
 
 def _regions(graph: fx.Graph) -> dict[fx.Node, int]:
