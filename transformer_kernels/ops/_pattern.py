@@ -151,7 +151,7 @@ class Prepared(NamedTuple):
         values: nodes.
     """
 
-    function: Callable[..., Any]
+    function: Any
     values: tuple[Any, ...]
 
 
@@ -165,7 +165,7 @@ class Replacement(NamedTuple):
         permuted: the order of axes in which the result is returned, or None.
     """
 
-    function: Callable[..., Any]
+    function: Any
     args: tuple[Any, ...]
     options: dict[str, Any] = {}  # noqa: RUF012 - never written
     expression: tuple[Any, ...] | None = None
@@ -192,7 +192,7 @@ SMALL = "below the size from which our kernel is the faster one"
 
 
 def is_faster(match: Any, name: str, like: Any) -> bool:
-    """Whether the kernel of a row of the table of crossovers is faster than PyTorch's operator, for the size of `like`."""
+    """Whether the kernel of a row of the table of crossovers is faster than PyTorch's, for the size of `like`."""
     if not match.is_auto or not like.is_cpu:
         return True
     forward, training = crossover(name, like.dtype.itemsize)

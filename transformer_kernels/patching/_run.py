@@ -20,6 +20,7 @@ import torch
 
 from transformer_kernels.backends.dispatch import BACKENDS
 from transformer_kernels.patching._accelerate import Acceleration, accelerate_everywhere
+from transformer_kernels.patching.graph._everywhere import CompiledEverywhere
 
 DESCRIPTION = """\
 Run a Python program whose calls of torch.nn.functional are computed by this package where that is exact, as by
@@ -29,6 +30,10 @@ under torchrun write: torchrun --no-python transformer-kernels run train.py ...
   transformer-kernels run train.py --steps 100
   transformer-kernels run --backend cpu -m package.train --steps 100
   transformer-kernels run --autocast bfloat16 train.py --steps 100
+  transformer-kernels run --compile train.py --steps 100
+
+With --compile each module that the program calls is compiled by torch.compile with the backend "transformer_kernels" at
+its first call, and what it computes by hand is recognised too. What cannot be compiled runs as it is.
 
 The last line, on the standard error, counts the calls and names what was left to PyTorch.
 """
@@ -45,7 +50,12 @@ def main(arguments: Sequence[str]) -> int:
     if not is_module and not Path(target).exists():
         print(f"transformer-kernels run: can't open file {target!r}: there is none", file=sys.stderr)
         return 2
-    block = accelerate_everywhere(chosen.backend)
+    block: Acceleration | CompiledEverywhere
+    if chosen.compile:
+        block = CompiledEverywhere(chosen.backend)
+        block.start()
+    else:
+        block = accelerate_everywhere(chosen.backend)
     if chosen.autocast is not None:
         _enter_autocast(getattr(torch, chosen.autocast))
     atexit.register(_close, block)
@@ -82,9 +92,10 @@ def _run_script(path: str) -> None:
     exec(code, vars(module))
 
 
-def _close(block: Acceleration) -> None:
+def _close(block: Acceleration | CompiledEverywhere) -> None:
     """Print the closing line, behind what the program and its own exit handlers print."""
-    print(f"transformer-kernels: {block.report().line()}", file=sys.stderr)
+    line = block.line() if isinstance(block, CompiledEverywhere) else block.report().line()
+    print(f"transformer-kernels: {line}", file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -95,6 +106,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--backend", choices=(*BACKENDS, "auto"), help=backends)
     automatic = "torch.autocast around the whole program, in its main thread: losses, backward and optimizer included"
     parser.add_argument("--autocast", choices=("bfloat16",), help=automatic)
+    recognised = "recognise what modules compute by hand too, in the graphs of torch.compile"
+    parser.add_argument("--compile", action="store_true", help=recognised)
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module as a script, as python -m does")
     parser.add_argument(
         "program", nargs=argparse.REMAINDER, metavar="script.py ...", help="the script and its arguments"

@@ -10,7 +10,16 @@ from torch import Tensor
 
 from transformer_kernels.ops import activation
 from transformer_kernels.ops._pattern import (
-    SMALL, Call, Either, Input, Match, Option, Pattern, Replacement, Term, is_faster,
+    SMALL,
+    Call,
+    Either,
+    Input,
+    Match,
+    Option,
+    Pattern,
+    Replacement,
+    Term,
+    is_faster,
 )  # fmt: skip
 
 X = Input("x")
@@ -57,9 +66,9 @@ def swiglu(gate: Tensor, up: Tensor, backend: str | None = None) -> Tensor:
 def _gelu(approximate: str | None) -> Any:
     def replace(match: Match) -> Replacement | str:
         kind = match.bound["approximate"] if approximate is None else approximate
-        if not match.fake("x").dtype is match.dtype or not match.has_kernel(match.dtype):
+        if match.fake("x").dtype is not match.dtype or not match.has_kernel(match.dtype):
             return "the dtypes differ"
-        function = gelu
+        function: Any = gelu
         if not is_faster(match, "gelu_tanh" if kind == "tanh" else "gelu", match.fake("x")):
             if approximate is None:
                 return SMALL

@@ -13,15 +13,32 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from transformer_kernels.ops.attention import attention
-from transformer_kernels.ops.attention._structure import structure_of
 from transformer_kernels.ops._crossovers import crossover
 from transformer_kernels.ops._pattern import (
-    HOLE, Call, Input, Match, Number, Option, Pattern, Prepared, Replacement, Steps, Term, maybe,
+    HOLE,
+    Call,
+    Input,
+    Match,
+    Number,
+    Option,
+    Pattern,
+    Prepared,
+    Replacement,
+    Steps,
+    Term,
+    maybe,
 )  # fmt: skip
+from transformer_kernels.ops.attention import attention
+from transformer_kernels.ops.attention._structure import structure_of
 
-LARGE = -1e4
-"""A fill up to this value is taken for minus infinity in a row that sees a key; weights of such scores are 0."""
+LARGE = -1e9
+"""A fill up to this value is minus infinity to a row that sees a key: the weights of such scores are 0."""
+
+SMALL_FILL = -1e3
+"""Fills from here to LARGE hide where the scores are small enough, which is checked when the graph runs."""
+
+LOG_OF_SMALLEST = -104.0
+"""exp of less is 0 in float32."""
 
 
 def _scaled(name: str, tensor: Term) -> Term:
@@ -36,10 +53,11 @@ SCORES = Steps(
         "scale": HOLE * Number("by", least=1e-30),
         "fill": Call("masked_fill", HOLE, Option("mask"), Number("value")),
         "bias": HOLE + Option("bias"),
+        "view": Call("batch_view", HOLE, Option("viewed")),
     },
 )
 WEIGHTS = maybe(lambda w: Call("dropout", w, Number("p", symbolic=True)), Call("softmax", SCORES))
-CONTEXT = Call("matmul", WEIGHTS, Input("v"))
+CONTEXT = Call("matmul", maybe(lambda w: Call("batch_view", w, Option("weights")), WEIGHTS), Input("v"))
 ATTENTION = CONTEXT | Call("permute", CONTEXT, Option("axes"))
 
 
@@ -125,9 +143,7 @@ def _structure(hidden: Tensor) -> dict[str, Any]:
     return {"hidden": hidden}
 
 
-def as_written(
-    steps: tuple[Step, ...], p: float, q: Tensor, k: Tensor, v: Tensor, masks: tuple[Tensor, ...]
-) -> Tensor:
+def as_written(steps: tuple[Step, ...], p: float, q: Tensor, k: Tensor, v: Tensor, masks: tuple[Tensor, ...]) -> Tensor:
     """The steps in PyTorch's operators."""
     scores, given = q @ k.transpose(-1, -2), iter(masks)
     for step in steps:
@@ -150,13 +166,23 @@ class Fused(NamedTuple):
     scale: float
     dtype: torch.dtype
     small: bool
+    fill: float
+    heads: int | None = None
+    """By which the first axis of q, k and v is split, where masks need heads that the products do not have."""
 
-    def __call__(self, q: Tensor, kt: Tensor, v: Tensor, p: float = 0.0, known: Known | None = None,
-        backend: str | None = None) -> Tensor:
+    def __call__(
+        self, q: Tensor, kt: Tensor, v: Tensor, p: float = 0.0, known: Known | None = None, backend: str | None = None
+    ) -> Tensor:
+        if self.heads is not None:
+            q, kt, v = (x.unflatten(0, (-1, self.heads)) for x in (q, kt, v))
+            return self._whole(q, kt, v, p, known, backend).flatten(0, 1)
+        return self._whole(q, kt, v, p, known, backend)
+
+    def _whole(self, q: Tensor, kt: Tensor, v: Tensor, p: float, known: Known | None, backend: str | None) -> Tensor:
         k, dims = kt.transpose(-1, -2), q.dim()
         options: dict[str, Any] = {}
         if known is not None:
-            if known.options is None:
+            if known.options is None or (self.fill > LARGE and not self._hides(q, kt)):
                 return as_written(self.steps, p, q, k, v, known.masks).to(self.dtype)
             options = known.options
         if dims == 3:
@@ -171,6 +197,19 @@ class Fused(NamedTuple):
             out = attention(q, k, v, scale=self.scale, dropout_p=p, backend=backend, **options)  # type: ignore[assignment]
         out = out[:, 0] if dims == 3 else out
         return out if out.dtype is self.dtype else out.to(self.dtype)
+
+    def _hides(self, q: Tensor, kt: Tensor) -> bool:
+        """Whether the weights of filled scores are exactly 0 for these queries and keys."""
+        if not q.numel() or not kt.numel():
+            return True
+        largest = abs(self.scale) * q.shape[-1] * float(q.detach().abs().amax()) * float(kt.detach().abs().amax())
+        later = math.prod(step.number for step in self._after_fills())
+        return largest + self.fill * later < LOG_OF_SMALLEST - largest  # False for NaN
+
+    def _after_fills(self) -> list[Step]:
+        """The scales between the innermost fill and softmax."""
+        first = next(index for index, step in enumerate(self.steps) if step.kind == "fill")
+        return [step for step in self.steps[first:] if step.kind == "scale"]
 
 
 def _by_torch(q: Tensor, k: Tensor, v: Tensor, scale: float, options: dict[str, Any]) -> Tensor:
@@ -194,35 +233,57 @@ def _replace(match: Match) -> Replacement | str:
     q, kt, v = match.fake("q"), match.fake("kt"), match.fake("v")
     if not q.dim() == kt.dim() == v.dim() or q.dim() not in (3, 4):
         return "query, key and value do not have three or four axes"
-    if not q.dtype is kt.dtype or not match.has_kernel(q.dtype, v.dtype, match.dtype):
+    if q.dtype is not kt.dtype or not match.has_kernel(q.dtype, v.dtype, match.dtype):
         return "its dtype has no kernel"
-    if not isinstance(q.shape[-1], int) or not _same(q.shape[-1], kt.shape[-2]):
-        return "the head dimension is not known"
+    if not _same(q.shape[-1], kt.shape[-2]):
+        return "query and key do not have the same head dimension"
     leading = (*zip(q.shape[:-2], kt.shape[:-2], strict=True), *zip(kt.shape[:-2], v.shape[:-2], strict=True))
     if not all(_same(a, b) for a, b in leading) or not _same(kt.shape[-1], v.shape[-2]):
         return "query, key and value do not have the same batch and heads"
     steps: list[Step] = []
     masks: list[Any] = []
-    steps, masks = [Step("scale", bound.get("q_scale", 1.0) * bound.get("k_scale", 1.0))], list[Any]()
-    for kind, given in reversed(bound["steps"]):
-        number = given.get("by", given.get("value", 1.0))
-        if kind == "fill" and number > LARGE:
-            return f"scores are filled with {number}, not with minus infinity"
-        steps.append(Step(kind, number))
-        if kind != "scale":
-            masks.append(given.get("mask", given.get("bias")))
-    for mask in masks:
-        if (reason := _unfit(match.shape(mask), (*q.shape[:-1], kt.shape[-1]))) is not None:
-            return reason
+    read = _steps(match)
+    if isinstance(read, str):
+        return read
+    steps, masks, heads = read
+    fill = max((step.number for step in steps if step.kind == "fill"), default=-math.inf)
+    if fill > LARGE and any(step.kind == "bias" for step in steps):
+        return f"scores are filled with {fill} beside a bias"
     forward, _ = crossover("attention", q.dtype.itemsize)
     elements = match.size(*q.shape[:-1], kt.shape[-1])
     scale = math.prod(step.number for step in steps if step.kind == "scale")
     small = match.is_auto and not match.trains and elements < forward and q.is_cpu
-    fused = Fused(tuple(steps), scale, match.dtype, small)
+    fused = Fused(tuple(steps), scale, match.dtype, small, fill, heads)
     values: tuple[Any, ...] = (bound["q"], bound["kt"], bound["v"], bound.get("p", 0.0))
     if masks:
-        values += (Prepared(Masks(tuple(steps), q.dim(), v.dtype), tuple(masks)),)
+        values += (Prepared(Masks(tuple(steps), 4 if heads else q.dim(), v.dtype), tuple(masks)),)
     return Replacement(fused, values, permuted=bound.get("axes"))
+
+
+def _steps(match: Match) -> tuple[list[Step], list[Any], int | None] | str:
+    """The steps, innermost first, their masks, and the heads into which masks split the products' first axis."""
+    bound, q, kt = match.bound, match.fake("q"), match.fake("kt")
+    shape: tuple[Any, ...] = (*q.shape[:-1], kt.shape[-1])
+    steps, masks, axes = [Step("scale", bound.get("q_scale", 1.0) * bound.get("k_scale", 1.0))], list[Any](), set[Any]()
+    heads: int | None = None
+    for kind, given in reversed(bound["steps"]):
+        if kind == "view":
+            shape = tuple(match.shape(given["viewed"]).shape)
+            continue
+        number = given.get("by", given.get("value", 1.0))
+        if kind == "fill" and number > SMALL_FILL:
+            return f"scores are filled with {number}, not with minus infinity"
+        steps.append(Step(kind, number))
+        if kind == "scale":
+            continue
+        masks.append(given.get("mask", given.get("bias")))
+        if (reason := _unfit(match.shape(masks[-1]), shape)) is not None:
+            return reason
+        axes.add(len(shape) if match.shape(masks[-1]).dim() > 2 else None)
+        heads = shape[1] if len(shape) == 4 and q.dim() == 3 else heads
+    if not axes <= {None, 4 if heads is not None else q.dim()} or not isinstance(heads, (int, type(None))):
+        return "masks are applied to scores of several shapes"
+    return steps, masks, heads
 
 
 def _unfit(mask: Any, scores: tuple[Any, ...]) -> str | None:

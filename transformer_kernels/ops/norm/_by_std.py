@@ -1,4 +1,4 @@
-"""(x - mean) / (std + eps) * weight + bias: the norm of the Annotated Transformer, in few passes of PyTorch's operators.
+"""(x - mean) / (std + eps) * weight + bias: the norm of the Annotated Transformer, in few of PyTorch's operators.
 
 With s the standard deviation and c = N / (N - correction) it is LayerNorm times r = 1 / (sqrt(c) + eps / sqrt(var)) per
 row, so PyTorch's own LayerNorm kernel computes it, forward and backward.
@@ -34,9 +34,8 @@ class _StdNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, rstd, factor = ctx.saved_tensors
-        columns = x.shape[-1]
         wide = dy if weight is None else dy * weight
-        # y = n r with n = LayerNorm(x): dn = r dy + dr n / N terms; r depends on rstd alone, which the last term adds.
+        # With n = (x - mean) rstd, R = rstd factor: dx = R (g - mean(g) - n mean(g n) sqrt(c) factor), g = dy * weight.
         normed = (x - mean) * rstd
         along = (wide * normed).mean(-1, keepdim=True)
         dweight = None if weight is None else (dy * normed).mul_(factor).flatten(0, -2).sum(0)

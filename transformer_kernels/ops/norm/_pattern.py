@@ -10,7 +10,17 @@ from torch import Tensor
 from transformer_kernels.ops import norm
 from transformer_kernels.ops._dropout import LEAST_DROPPED
 from transformer_kernels.ops._pattern import (
-    SMALL, As, Call, Input, Match, Number, Option, Pattern, Replacement, is_faster, maybe,
+    SMALL,
+    As,
+    Call,
+    Input,
+    Match,
+    Number,
+    Option,
+    Pattern,
+    Replacement,
+    is_faster,
+    maybe,
     result_dtype,
 )  # fmt: skip
 from transformer_kernels.ops.norm._by_std import std_norm
@@ -19,7 +29,12 @@ X, WEIGHT, BIAS = Input("x"), Input("weight", dims=1), Input("bias", dims=1)
 MEAN = Call("mean", X)
 CENTRED = X - MEAN
 MEAN_SQUARE = Call("mean", Call("square", X))
-VARIANCE = Call("var", X, 0) | Call("square", Call("std", X, 0)) | Call("mean", Call("square", CENTRED)) | (MEAN_SQUARE - Call("square", MEAN))
+VARIANCE = (
+    Call("var", X, 0)
+    | Call("square", Call("std", X, 0))
+    | Call("mean", Call("square", CENTRED))
+    | (MEAN_SQUARE - Call("square", MEAN))
+)
 EPS = Number("eps", least=1e-30, symbolic=True)
 
 LAYER_NORM = maybe(lambda y: y + BIAS, maybe(lambda y: y * WEIGHT, CENTRED * Call("rsqrt", VARIANCE + EPS)))
@@ -32,7 +47,9 @@ STD_NORM = maybe(
     maybe(lambda y: y * WEIGHT, STANDARD) | (CENTRED * WEIGHT) / (Call("std", X, Option("correction")) + EPS),
 )
 
-STREAM = As("summed", maybe(lambda y: Call("dropout", y, Number("p", symbolic=True)), Input("branch")) + Input("residual"))
+STREAM = As(
+    "summed", maybe(lambda y: Call("dropout", y, Number("p", symbolic=True)), Input("branch")) + Input("residual")
+)
 ADD_LAYER_NORM = Call("layer_norm", STREAM, Option("weight"), Option("bias"), Option("eps"))
 ADD_RMS_NORM = Call("rms_norm", STREAM, Option("weight"), Option("eps"))
 
@@ -49,7 +66,9 @@ def layer_norm_of_torch(x: Tensor, weight: Tensor, bias: Tensor | None, eps: flo
     return torch.layer_norm(x, weight.shape, weight, bias, eps)
 
 
-def layer_norm_as(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype, backend: str | None = None) -> Tensor:
+def layer_norm_as(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype, backend: str | None = None
+) -> Tensor:
     return norm.layer_norm(x.to(dtype), weight, bias, eps=eps, backend=backend)
 
 
@@ -58,7 +77,13 @@ def rms_norm_as(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, backe
 
 
 def add_layer_norm(
-    branch: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, p: float, backend: str | None = None
+    branch: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    p: float,
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     return norm.add_layer_norm(branch, residual, weight, bias, eps=eps, dropout_p=p, backend=backend)
 
@@ -142,7 +167,7 @@ def _std_norm(match: Match) -> Replacement | str:
     bound = match.bound
     if (reason := _unfit(match, "weight", "bias")) is not None:
         return reason
-    if not match.fake("x").dtype is match.dtype or match.dtype not in (torch.float32, torch.float64):
+    if match.fake("x").dtype is not match.dtype or match.dtype not in (torch.float32, torch.float64):
         return "a norm by the standard deviation is computed in float32 only"
     if not isinstance(match.fake("x").shape[-1], int) or match.fake("x").shape[-1] < 2:
         return "its rows have one column"

@@ -24,7 +24,7 @@ from transformer_kernels.backends.dispatch import BACKENDS
 from transformer_kernels.patching.graph._report import GraphReport, GraphRow, Shares, report_of, timed
 from transformer_kernels.patching.graph._rewrite import Outcome, rewrite
 
-__all__ = ["GraphReport", "GraphRow", "GraphRoute", "Shares", "compile", "transformer_kernels"]
+__all__ = ["GraphReport", "GraphRoute", "GraphRow", "Shares", "compile", "transformer_kernels"]
 
 
 class GraphRoute:

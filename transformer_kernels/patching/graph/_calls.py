@@ -147,9 +147,7 @@ def cross_entropy(
     result = calls.cross_entropy(backend, x, target, weight, index, ignored, smoothing)
     if not isinstance(result, str):
         return result
-    return F.cross_entropy(
-        x, target, weight, ignore_index=ignored, reduction=reduction, label_smoothing=smoothing
-    )
+    return F.cross_entropy(x, target, weight, ignore_index=ignored, reduction=reduction, label_smoothing=smoothing)
 
 
 def _cross_entropy(match: Match) -> Replacement | str:

@@ -1,7 +1,8 @@
-"""The canonical form of a node of Dynamo's graph: one name and one order of arguments for all spellings of an operator."""
+"""The canonical form of a node of Dynamo's graph: one name and order of arguments for all spellings of an operator."""
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ OPAQUE = Expr("opaque", ())
 FLAT = ("mean_flat", "var_flat", "std_flat")
 """Statistics of rows without the last axis."""
 
-OWNERS = (torch, F, torch._C._nn, torch.functional, torch.special, torch._C._special)
+OWNERS = (torch, F, torch._C._nn, torch.functional, torch.special)
 OPERATORS = {
     operator.add: "add", operator.sub: "sub", operator.mul: "mul", operator.truediv: "div", operator.neg: "neg",
     operator.pow: "pow", operator.matmul: "matmul", operator.getitem: "getitem", operator.eq: "eq", operator.ne: "ne",
@@ -115,7 +116,9 @@ class Canonical:
             self._known[node] = OPAQUE
             self._known[node] = self._expression(node)
         known = self._known[node]
-        if self._replaced and any(each in self._replaced or isinstance(each, Expr) for each in known.args if _is_value(each)):
+        if self._replaced and any(
+            each in self._replaced or isinstance(each, Expr) for each in known.args if _is_value(each)
+        ):
             known = self._known[node] = self._current(known)
         return known
 
@@ -161,12 +164,20 @@ class Canonical:
         """The number that a value always is, or None."""
         if isinstance(value, fx.Node) and isinstance(fake(value), Tensor) and fake(value).dim() == 0:
             return self._constant(value)
+        symbol = fake(value)
+        if isinstance(value, fx.Node) and isinstance(symbol, torch.SymFloat) and symbol.node.has_hint():
+            return float(symbol)  # a number of the model's configuration, which is guarded
         return number(value)
 
 
 def _last(dim: Any, x: Any) -> bool:
     dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
     return isinstance(dim, int) and dim in (-1, fake(x).dim() - 1)
+
+
+def _narrows(dtype: Any, x: Any) -> bool:
+    """Whether a reduction rounds its input."""
+    return dtype is not None and torch.promote_types(dtype, fake(x).dtype) is not dtype
 
 
 def _mul(c: Canonical, node: fx.Node, a: Any, b: Any) -> Expr | None:
@@ -271,9 +282,7 @@ def _matmul(c: Canonical, node: fx.Node, a: Any, b: Any) -> Expr | None:
     return Expr("matmul", (a, b)) if is_tensor(a) and is_tensor(b) and min(fake(a).dim(), fake(b).dim()) >= 2 else None
 
 
-def _baddbmm(
-    c: Canonical, node: fx.Node, input: Any, a: Any, b: Any, beta: Any = 1, alpha: Any = 1
-) -> Expr | None:
+def _baddbmm(c: Canonical, node: fx.Node, input: Any, a: Any, b: Any, beta: Any = 1, alpha: Any = 1) -> Expr | None:
     if number(beta) is None or number(alpha) is None:
         return None
     product: Any = Expr("matmul", (a, b))
@@ -294,10 +303,14 @@ def _einsum(c: Canonical, node: fx.Node, equation: Any, *operands: Any) -> Expr 
         return None
     left, right = inputs.split(",")
     if "." in equation:
-        extra = [fake(x).dim() - len(labels.replace("...", "")) for x, labels in zip(operands, (left, right), strict=True)]
+        extra = [
+            fake(x).dim() - len(labels.replace("...", "")) for x, labels in zip(operands, (left, right), strict=True)
+        ]
         if not all("..." in labels for labels in (left, right, output)) or extra[0] != extra[1]:
             return None
-        left, right, output = (labels.replace("...", "\x01\x02\x03\x04"[: extra[0]]) for labels in (left, right, output))
+        left, right, output = (
+            labels.replace("...", "\x01\x02\x03\x04"[: extra[0]]) for labels in (left, right, output)
+        )
     if any(len(set(labels)) != len(labels) for labels in (left, right, output)):
         return None
     batch = [label for label in left if label in right and label in output]
@@ -323,7 +336,7 @@ def _permuted(operand: Any, labels: str, order: list[str]) -> Any:
 
 
 def _softmax(c: Canonical, node: fx.Node, input: Any, dim: Any = None, dtype: Any = None, _stacklevel: Any = 3) -> Any:
-    return Expr("softmax", (input,)) if _last(dim, input) else None
+    return Expr("softmax", (input,)) if _last(dim, input) and not _narrows(dtype, input) else None
 
 
 def _masked_fill(c: Canonical, node: fx.Node, input: Any, mask: Any, value: Any) -> Expr | None:
@@ -388,12 +401,26 @@ def _getattr(c: Canonical, node: fx.Node, input: Any, name: Any) -> Expr | None:
     return _transpose(c, node, input, -1, -2)
 
 
+def _view(c: Canonical, node: fx.Node, input: Any, *_: Any, **__: Any) -> Expr | None:
+    """A view that joins or splits the axes before the last two."""
+    before, after = fake(input), fake(node)
+    if not isinstance(before, Tensor) or not isinstance(after, Tensor) or before.dtype is not after.dtype:
+        return None
+    if min(before.dim(), after.dim()) < 3 or not same_shape(before.shape[-2:], after.shape[-2:]):
+        return None
+    return Expr("id", (input,)) if same_shape(before.shape, after.shape) else Expr("batch_view", (input, node))
+
+
 def _mean(c: Canonical, node: fx.Node, input: Any, dim: Any = None, keepdim: Any = False, dtype: Any = None) -> Any:
-    return Expr("mean" if keepdim else "mean_flat", (input,)) if dim is not None and _last(dim, input) else None
+    if dim is None or not _last(dim, input) or _narrows(dtype, input):
+        return None
+    return Expr("mean" if keepdim else "mean_flat", (input,))
 
 
 def _sum(c: Canonical, node: fx.Node, input: Any, dim: Any = None, keepdim: Any = False, dtype: Any = None) -> Any:
-    return Expr("sum" if keepdim else "sum_flat", (input,)) if dim is not None and _last(dim, input) else None
+    if dim is None or not _last(dim, input) or _narrows(dtype, input):
+        return None
+    return Expr("sum" if keepdim else "sum_flat", (input,))
 
 
 def _var_mean(c: Canonical, node: fx.Node, input: Any, dim: Any = None, unbiased: Any = True, keepdim: Any = False,
@@ -462,6 +489,13 @@ def _sdpa(
     is_causal: Any = False, scale: Any = None, enable_gqa: Any = False,
 ) -> Expr | None:  # fmt: skip
     return Expr("sdpa", (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
+
+
+def _multi_head(c: Canonical, node: fx.Node, **given: Any) -> Expr | None:
+    signature = inspect.signature(F.multi_head_attention_forward)
+    call = signature.bind(**given)
+    call.apply_defaults()
+    return Expr("mha", tuple(call.arguments[name] for name in signature.parameters))
 
 
 def _cross_entropy(
@@ -541,6 +575,8 @@ def _rules() -> dict[str, Rule]:
     for name in ("to", "type_as", "type"):
         rules[name] = (("input", "first", "second", "third", "fourth"), _to)
     rule("contiguous clone", "input", _identity)
+    for name in ("view", "reshape", "flatten", "unflatten"):
+        rules[name] = (("input", *(f"size_{index}" for index in range(8))), _view)
     rule("dropout feature_dropout", "input p training", _dropout)
     rule("transpose", "input dim0 dim1", _transpose)
     rules["permute"] = (tuple(f"d{i}" for i in range(8)), lambda c, node, d0, **k: _permute(c, node, d0, *k.values()))
@@ -560,6 +596,10 @@ def _rules() -> dict[str, Rule]:
     rule("layer_norm", "input normalized_shape weight bias eps cudnn_enable", _layer_norm)
     rule("rms_norm", "input normalized_shape weight eps", _rms_norm)
     rule("scaled_dot_product_attention", "query key value attn_mask dropout_p is_causal", _sdpa)
+    rules["multi_head_attention_forward"] = (
+        tuple(inspect.signature(F.multi_head_attention_forward).parameters),
+        _multi_head,
+    )
     rule("cross_entropy", "input target weight size_average ignore_index reduce reduction label_smoothing",
          _cross_entropy)  # fmt: skip
     rule("cat concat", "tensors dim", _cat)

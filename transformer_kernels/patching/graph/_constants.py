@@ -15,12 +15,106 @@ from transformer_kernels.patching.graph._canonical import fake, name_of
 from transformer_kernels.patching.graph._writes import Writes
 
 DETERMINISTIC = frozenset(
-    """ones zeros full arange eye tril triu tensor as_tensor scalar_tensor linspace outer ones_like zeros_like full_like
-    new_ones new_zeros new_full new_tensor add sub mul div pow neg abs sqrt rsqrt reciprocal exp log cos sin square clamp
-    minimum maximum eq ne lt le gt ge not and or masked_fill where getitem getattr view reshape expand expand_as repeat
-    repeat_interleave unsqueeze squeeze transpose permute flatten cat stack contiguous clone float half bfloat16 double
-    bool int long to type type_as detach logical_xor floor_divide remainder sum cumsum size any all item rsub ger
-    tril_indices view_as_complex view_as_real polar chunk split unbind narrow select movedim mT""".split()
+    [
+        "ones",
+        "zeros",
+        "full",
+        "arange",
+        "eye",
+        "tril",
+        "triu",
+        "tensor",
+        "as_tensor",
+        "scalar_tensor",
+        "linspace",
+        "outer",
+        "ones_like",
+        "zeros_like",
+        "full_like",
+        "new_ones",
+        "new_zeros",
+        "new_full",
+        "new_tensor",
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "pow",
+        "neg",
+        "abs",
+        "sqrt",
+        "rsqrt",
+        "reciprocal",
+        "exp",
+        "log",
+        "cos",
+        "sin",
+        "square",
+        "clamp",
+        "minimum",
+        "maximum",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "not",
+        "and",
+        "or",
+        "masked_fill",
+        "where",
+        "getitem",
+        "getattr",
+        "view",
+        "reshape",
+        "expand",
+        "expand_as",
+        "repeat",
+        "repeat_interleave",
+        "unsqueeze",
+        "squeeze",
+        "transpose",
+        "permute",
+        "flatten",
+        "cat",
+        "stack",
+        "contiguous",
+        "clone",
+        "float",
+        "half",
+        "bfloat16",
+        "double",
+        "bool",
+        "int",
+        "long",
+        "to",
+        "type",
+        "type_as",
+        "detach",
+        "logical_xor",
+        "floor_divide",
+        "remainder",
+        "sum",
+        "cumsum",
+        "size",
+        "any",
+        "all",
+        "item",
+        "rsub",
+        "ger",
+        "tril_indices",
+        "view_as_complex",
+        "view_as_real",
+        "polar",
+        "chunk",
+        "split",
+        "unbind",
+        "narrow",
+        "select",
+        "movedim",
+        "mT",
+    ]
 )
 """Operators whose results depend on their arguments alone."""
 
@@ -110,7 +204,9 @@ class Stored:
         self._results: dict[Any, tuple[tuple[Any, ...], Any]] = {}
 
     def __call__(self, *leaves: Any) -> Any:
-        key = tuple([(id(leaf), leaf.data_ptr(), leaf._version) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+        key = tuple(
+            [(id(leaf), leaf.data_ptr(), leaf._version) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        )
         found = self._results.get(key)
         if found is None:
             if len(self._results) >= MAX_STORED:

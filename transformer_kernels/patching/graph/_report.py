@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ class GraphRow(NamedTuple):
 
     operation: str
     reason: str | None
-    count: int
+    operations: int
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class GraphReport:
     @property
     def matched(self) -> dict[str, int]:
         """How many of each operation this package computes."""
-        return {row.operation: row.count for row in self.rows if row.reason is None}
+        return {row.operation: row.operations for row in self.rows if row.reason is None}
 
     @property
     def left(self) -> tuple[GraphRow, ...]:
@@ -50,14 +50,18 @@ class GraphReport:
 
     def __str__(self) -> str:
         lines = [
-            (row.operation, "transformer_kernels" if row.reason is None else f"PyTorch: {row.reason}", str(row.count))
+            (
+                row.operation,
+                "transformer_kernels" if row.reason is None else f"PyTorch: {row.reason}",
+                str(row.operations),
+            )
             for row in self.rows
         ]
         return _table(HEADINGS, lines, self.line())
 
     def line(self) -> str:
         """The totals in one line."""
-        matched, left = sum(self.matched.values()), sum(row.count for row in self.left)
+        matched, left = sum(self.matched.values()), sum(row.operations for row in self.left)
         graphs = f"{self.graphs} graph{'' if self.graphs == 1 else 's'}"
         return f"{matched} operations replaced, {left} left to PyTorch; {graphs}"
 
@@ -103,7 +107,7 @@ class Shares:
 class Timed(fx.Interpreter):
     """Runs a graph node by node and adds up the time of this thread by operation."""
 
-    def __init__(self, module: fx.GraphModule, ours: Counter[str], rest: Counter[str]) -> None:
+    def __init__(self, module: fx.GraphModule, ours: dict[str, float], rest: dict[str, float]) -> None:
         super().__init__(module)
         self._ours, self._rest = ours, rest
 
@@ -121,8 +125,8 @@ class Timed(fx.Interpreter):
 
 def timed(modules: list[fx.GraphModule], run: Callable[[], Any], switch: dict[str, Any]) -> Shares:
     """The shares of one call of `run`, whose graphs look up how to run in `switch`."""
-    ours: Counter[str] = Counter()
-    rest: Counter[str] = Counter()
+    ours: dict[str, float] = defaultdict(float)
+    rest: dict[str, float] = defaultdict(float)
     switch["run"] = lambda module, *arguments: Timed(module, ours, rest).run(*arguments)
     try:
         run()

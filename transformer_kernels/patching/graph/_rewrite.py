@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from transformer_kernels.ops._pattern import As, Call, Either, Pattern, Prepared, Replacement, Steps, Term
 from transformer_kernels.ops.activation._pattern import PATTERNS as ACTIVATIONS
@@ -16,14 +16,16 @@ from transformer_kernels.ops.attention._pattern import PATTERNS as ATTENTIONS
 from transformer_kernels.ops.norm._pattern import PATTERNS as NORMS
 from transformer_kernels.patching.graph._calls import PATTERNS as CALLS
 from transformer_kernels.patching.graph._canonical import Canonical, Expr, fake, name_of
+from transformer_kernels.patching.graph._checkpoint import checkpointed_parts
 from transformer_kernels.patching.graph._constants import Constants, Stored
-from transformer_kernels.patching.graph._match import TRANSPARENT, Found, Matcher, State
+from transformer_kernels.patching.graph._match import TRANSPARENT, Found, Matcher
+from transformer_kernels.patching.graph._multi_head import PATTERNS as MULTI_HEAD
 from transformer_kernels.patching.graph._writes import Writes
 
-PATTERNS: tuple[Pattern, ...] = (*ATTENTIONS, *NORMS, *ACTIVATIONS, *CALLS)
+PATTERNS: tuple[Pattern, ...] = (*ATTENTIONS, *MULTI_HEAD, *NORMS, *ACTIVATIONS, *CALLS)
 
-NAMED = {"softmax": "softmax", "sdpa": "attention", "layer_norm": "layer_norm", "rms_norm": "rms_norm",
-         "gelu": "gelu", "silu": "silu", "cross_entropy": "cross_entropy"}  # fmt: skip
+NAMED = {"softmax": "softmax", "sdpa": "attention", "mha": "attention", "layer_norm": "layer_norm",
+         "rms_norm": "rms_norm", "gelu": "gelu", "silu": "silu", "cross_entropy": "cross_entropy"}  # fmt: skip
 """What is reported where it is left to PyTorch."""
 
 
@@ -34,6 +36,12 @@ class Outcome:
     matched: dict[str, int] = field(default_factory=dict)
     left: dict[tuple[str, str], str] = field(default_factory=dict)
 
+    def add(self, part: Outcome) -> None:
+        """Take in what was found in a part of the graph."""
+        for operation, count in part.matched.items():
+            self.count(operation, count)
+        self.left.update(part.left)
+
     def count(self, operation: str, by: int = 1) -> None:
         count = self.matched.pop(operation, 0) + by
         if count:
@@ -43,7 +51,7 @@ class Outcome:
 def roots(term: Term) -> frozenset[str]:
     """The canonical operations at which a term can match."""
     if isinstance(term, Either):
-        return frozenset().union(*(roots(each) for each in term.terms))
+        return frozenset(name for each in term.terms for name in roots(each))
     if isinstance(term, As):
         return roots(term.term)
     if isinstance(term, Steps):
@@ -59,7 +67,12 @@ def rewrite(graph_module: fx.GraphModule, trains: bool, backend: str | None = No
         trains: whether autograd records it.
         backend: computes every match, whatever its size; None for the fastest, PyTorch's own functions included.
     """
+    if (reason := _transformed(graph_module.graph)) is not None:
+        return Outcome(left={("the graph", ""): reason})
+    parts = [rewrite(part, trains, backend) for part in checkpointed_parts(graph_module)]
     outcome = Rewriter(graph_module.graph, trains, backend).run()
+    for part in parts:
+        outcome.add(part)
     graph_module.graph.lint()
     graph_module.recompile()
     return outcome
@@ -76,6 +89,7 @@ class Rewriter:
         self.canonical = Canonical(self.constants.number)
         self.matcher = Matcher(self.canonical)
         self.prepared: dict[Any, fx.Node] = {}
+        self.created: list[fx.Node] = []
         self.own: dict[fx.Node, tuple[str, str]] = {}
 
     def run(self) -> Outcome:
@@ -86,7 +100,7 @@ class Rewriter:
                     expression = self.canonical.of(node).op
                     if expression in names and self.own.get(node, ("",))[0] != pattern.operation:
                         self._try(pattern, node)
-        self.writes.restore()
+        self.writes.restore(frozenset(self.created) if self.trains else frozenset())
         self._report()
         names = {node.name for node in self.graph.nodes}
         self.outcome.left = {key: reason for key, reason in self.outcome.left.items() if key[1] in names}
@@ -123,6 +137,8 @@ class Rewriter:
         for leaf in _nodes(found.bound):
             if leaf not in inner and self.writes.between(leaf, first, found.root):
                 return f"its input {leaf.name} is written to in place"
+            if self.trains and self.writes.after(leaf, found.root):
+                return f"its input {leaf.name}, which is kept for the backward pass, is written to later"
         return None
 
     def _replace(self, pattern: Pattern, found: Found, replacement: Replacement) -> None:
@@ -136,7 +152,9 @@ class Rewriter:
                 return
         with self.graph.inserting_before(place):
             args = tuple(self._argument(each, place) for each in replacement.args)
-            options = dict(replacement.options) if self.backend is None else {**replacement.options, "backend": self.backend}
+            options = (
+                dict(replacement.options) if self.backend is None else {**replacement.options, "backend": self.backend}
+            )
             new = self._call(replacement.function, args, options, place, fake(root))
             result = new
             if isinstance(shared, fx.Node):
@@ -159,11 +177,14 @@ class Rewriter:
                 self.outcome.count(self.own[node][1], -1)
         self.outcome.left.pop((pattern.operation, root.name), None)
 
-    def _call(self, function: Any, args: tuple[Any, ...], options: dict[str, Any], place: fx.Node, value: Any) -> fx.Node:
+    def _call(
+        self, function: Any, args: tuple[Any, ...], options: dict[str, Any], place: fx.Node, value: Any
+    ) -> fx.Node:
         name = getattr(function, "__name__", None) or type(function).__name__.lower()
         target = function if hasattr(function, "__name__") else function.__call__
         node = self.graph.create_node("call_function", target, args, options, name)
         node.meta["example_value"] = value
+        self.created.append(node)
         self.writes.place(node, place)
         self.regions[node] = self.regions.get(place, 0)
         return node
@@ -182,7 +203,9 @@ class Rewriter:
         known = (prepared.function, prepared.values)
         nodes = list(_nodes(prepared.values))
         if any(self.writes.touches(node) for node in nodes):
-            return self._call(prepared.function, tuple(self._argument(each, place) for each in prepared.values), {}, place, None)
+            return self._call(
+                prepared.function, tuple(self._argument(each, place) for each in prepared.values), {}, place, None
+            )
         if known not in self.prepared:
             if all(self.constants.holds(node) for node in nodes):
                 node = self._store(prepared, nodes)
@@ -234,7 +257,7 @@ class Finish:
 
     def __init__(self, prepared: Prepared, nodes: list[fx.Node]) -> None:
         self._function = prepared.function
-        self._values = fx.node.map_aggregate(prepared.values, lambda value: _Slot(nodes.index(value)) if isinstance(value, fx.Node) else value)
+        self._values = tuple(_slotted(value, nodes) for value in prepared.values)
 
     def __call__(self, *values: Any) -> Any:
         return self._function(*(_evaluated(each, values) for each in self._values))
@@ -243,6 +266,13 @@ class Finish:
 @dataclass(frozen=True)
 class _Slot:
     index: int
+
+
+def _slotted(value: Any, nodes: list[fx.Node]) -> Any:
+    """A value whose nodes are numbered."""
+    if isinstance(value, Expr):
+        return Expr(value.op, tuple(_slotted(each, nodes) for each in value.args))
+    return _Slot(nodes.index(value)) if isinstance(value, fx.Node) else value
 
 
 def _evaluated(value: Any, values: tuple[Any, ...]) -> Any:
@@ -271,6 +301,14 @@ def _nodes(value: Any) -> Iterator[fx.Node]:
 def _is_pure(node: fx.Node) -> bool:
     name = name_of(node)
     return node.op in ("call_function", "call_method") and name is not None and not name.endswith("_")
+
+
+def _transformed(graph: fx.Graph) -> str | None:
+    """Why a graph as a whole is left alone."""
+    names = [str(getattr(node.target, "__name__", "")) for node in graph.nodes if node.op == "call_function"]
+    if torch._C._are_functorch_transforms_active() or any("increment_nesting" in name for name in names):
+        return "it contains a transform of torch.func"
+    return None
 
 
 def _regions(graph: fx.Graph) -> dict[fx.Node, int]:

@@ -97,15 +97,24 @@ class Writes:
         """A new node runs where an original one ran."""
         self._positions[node] = self._positions[at]
 
-    def restore(self) -> None:
-        """In-place operators again, where no later node reads the value before the write."""
+    def after(self, node: fx.Node, root: fx.Node) -> bool:
+        """Whether a node's memory is written to in place after `root`, other than by what `restore` may leave out."""
+        last = self.position(root)
+        return any(place > last for storage in _storages(fake(node)) for place in self._unsafe.get(storage, []))
+
+    def restore(self, keepers: frozenset[fx.Node]) -> None:
+        """In-place operators again, where no later node reads the value before the write.
+
+        Args:
+            keepers: nodes that keep their inputs for the backward pass.
+        """
         order = {node: index for index, node in enumerate(self._graph.nodes)}
         for node in self._changed:
             if node not in order:
                 continue
             target = node.args[0]
             assert isinstance(target, fx.Node)
-            whole = all(each in order for each in self._sharing[node])
+            whole = all(each in order and keepers.isdisjoint(each.users) for each in self._sharing[node])
             if whole and target in self._sharing[node] and all(order[user] <= order[node] for user in target.users):
                 node.target = node.meta.pop(KEY)
 
@@ -146,7 +155,7 @@ def _writes(node: fx.Node) -> bool:
         return True
     if len(node.args) > 1 and node.args[1] is True and name in ("relu", "silu", "relu6", "selu", "mish", "hardtanh"):
         return True
-    return name.endswith("_") and not name.endswith("__") or name == "__setitem__"
+    return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
 
 
 def _may_write(node: fx.Node) -> bool:

@@ -1,0 +1,342 @@
+"""The graph route: what is recognised, what is left alone, and that both give the program's own results."""
+
+import copy
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import transformer_kernels as tk
+
+ROOT = Path(__file__).parents[3]
+WEIGHT, BIAS = torch.linspace(0.5, 1.5, 16, dtype=torch.float64), torch.linspace(-1, 1, 16, dtype=torch.float64)
+CAUSAL = torch.ones(8, 8).triu(1).bool()
+C = math.sqrt(2 / math.pi)
+
+
+def std_norm(x):
+    return WEIGHT * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-6) + BIAS
+
+
+def by_two_products(x):
+    mean = x.mean(-1, keepdim=True)
+    return (x - mean) / torch.sqrt(((x - mean) * (x - mean)).mean(-1, keepdim=True) + 1e-5) * WEIGHT + BIAS
+
+
+def by_var(x):
+    var, mean = torch.var_mean(x, -1, unbiased=False, keepdim=True)
+    return WEIGHT * ((x - mean) * torch.rsqrt(var + 1e-5)) + BIAS
+
+
+def by_flat_mean(x):
+    centred = x - x.mean(-1)[..., None]
+    return centred / (centred.pow(2).sum(-1, keepdim=True) / 16 + 1e-5) ** 0.5 * WEIGHT + BIAS
+
+
+def scores_in_place(x):
+    scores = x @ x.transpose(-2, -1)
+    scores /= 4.0
+    scores.masked_fill_(CAUSAL, -math.inf)
+    return torch.softmax(scores, -1) @ x
+
+
+def scores_by_einsum(x):
+    q = x.view(2, 8, 4, 4)
+    weights = F.softmax(torch.einsum("bihd,bjhd->bhij", q, q) * 0.5 + torch.where(CAUSAL, -math.inf, 0.0), -1)
+    return torch.einsum("bhij,bjhd->bihd", weights, q)
+
+
+def scores_by_where(x):
+    q = x.view(2, 8, 4, 4).transpose(1, 2)
+    scores = torch.where(CAUSAL, torch.tensor(-1e9, dtype=x.dtype), (q * 0.5) @ q.mT)
+    return scores.softmax(dim=-1, dtype=x.dtype) @ q
+
+
+def scores_by_baddbmm(x):
+    bias = torch.zeros(2, 8, 8, dtype=x.dtype).masked_fill(CAUSAL, -1e30)
+    return torch.bmm(torch.baddbmm(bias, x, x.transpose(1, 2), alpha=0.25).softmax(-1), x)
+
+
+SPELLINGS = {
+    "layer_norm by products": (by_two_products, "layer_norm"),
+    "layer_norm by var_mean": (by_var, "layer_norm"),
+    "layer_norm by flat means": (by_flat_mean, "layer_norm"),
+    "layer_norm called": (lambda x: F.layer_norm(x, (16,), WEIGHT, BIAS), "layer_norm"),
+    "rms_norm": (lambda x: WEIGHT * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)), "rms_norm"),
+    "rms_norm by sum": (lambda x: x / ((x * x).sum(-1, keepdim=True) / 16 + 1e-6).sqrt() * WEIGHT, "rms_norm"),
+    "norm by std": (std_norm, "std_norm"),
+    "gelu tanh": (lambda x: 0.5 * x * (1 + torch.tanh(C * (x + 0.044715 * torch.pow(x, 3)))), "gelu_tanh"),
+    "gelu tanh by products": (lambda x: 0.5 * x * (1 + (C * (x + 0.044715 * x * x * x)).tanh()), "gelu_tanh"),
+    "gelu by sigmoid": (lambda x: x * torch.sigmoid(2 * C * x * (1 + 0.044715 * x * x)), "gelu_tanh"),
+    "gelu erf": (lambda x: x * (0.5 + 0.5 * torch.erf(x / math.sqrt(2))), "gelu"),
+    "swiglu": (lambda x: x * torch.sigmoid(x) * (x + 1), "swiglu"),
+    "geglu": (lambda x: F.gelu(x) * (x + 1), "geglu"),
+    "in place": (scores_in_place, "attention"),
+    "einsum": (scores_by_einsum, "attention"),
+    "where": (scores_by_where, "attention"),
+    "baddbmm": (scores_by_baddbmm, "attention"),
+    "linear": (lambda x: F.relu(F.linear(x, BIAS.outer(WEIGHT))), "linear_relu"),
+    "add_layer_norm": (lambda x: F.layer_norm(x + x.sin(), (16,), WEIGHT, BIAS), "add_layer_norm"),
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def sample(*shape, dtype=torch.float64, seed=0):
+    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def assert_same(function, compiled, *arguments):
+    """Results and gradients, in float64."""
+    given = [each.detach().clone().requires_grad_() for each in arguments]
+    expected, found = function(*arguments), compiled(*given)
+    assert found.dtype is expected.dtype and found.shape == expected.shape
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    grad = torch.linspace(-1, 1, expected.numel(), dtype=expected.dtype).view(expected.shape)
+    gradients = (torch.autograd.grad(y, xs, grad) for y, xs in ((expected, arguments), (found, given)))
+    for wanted, gradient in zip(*gradients, strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_spellings(name):
+    function, operation = SPELLINGS[name]
+    compiled = tk.compile(function, backend="torch", fullgraph=True)
+    assert_same(function, compiled, sample(2, 8, 16))
+    assert compiled.report().matched == {operation: 1}
+
+
+def weights_returned(x):
+    weights = torch.softmax(x @ x.mT / 4, -1)
+    return (weights @ x) + weights.sum()
+
+
+def weights_written(x):
+    weights = torch.softmax(x @ x.mT / 4, -1).clone()
+    weights[..., 0] = 0.0
+    return weights @ x
+
+
+def filled_with_little(x):
+    return torch.softmax((x @ x.mT / 4).masked_fill(CAUSAL, -2.0), -1) @ x
+
+
+def rounded_scores(x):
+    return torch.softmax((x @ x.mT / 4).half().to(x.dtype), -1) @ x
+
+
+def other_axis(x):
+    return torch.softmax(x @ x.mT / 4, -2) @ x
+
+
+def unlike_means(x):
+    return (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.sin().var(-1, keepdim=True, unbiased=False) + 1e-5) * WEIGHT
+
+
+def nearly_gelu(x):
+    return 0.5 * x * (1 + torch.tanh(C * (x + 0.0447 * x**3)))
+
+
+def value_written_through_view(x):
+    scores = x @ x.mT / 4
+    scores.view(-1)[:5] = 1.0
+    return torch.softmax(scores, -1) @ x
+
+
+LEFT_ALONE = (weights_returned, weights_written, filled_with_little, rounded_scores, other_axis, unlike_means,
+              nearly_gelu, value_written_through_view)  # fmt: skip
+
+
+@pytest.mark.parametrize("function", LEFT_ALONE, ids=lambda function: function.__name__)
+def test_left_alone(function):
+    compiled = tk.compile(function, backend="torch")
+    assert_same(function, compiled, sample(2, 8, 16))
+    assert not compiled.report().matched
+
+
+def test_a_write_that_no_match_takes_in_happens():
+    def function(x):
+        y = x * 2
+        y.add_(1)
+        y[..., 0] = 3.0
+        z = y.view(-1)
+        z += 1
+        return y
+
+    assert_same(function, tk.compile(function, backend="torch"), sample(2, 16))
+
+
+def test_a_mask_is_read_after_it_is_written():
+    def function(x):
+        hidden = torch.ones(8, 8, dtype=torch.bool).triu(1)
+        hidden[:, 0] = False
+        hidden[0, 5] = False
+        return torch.softmax((x @ x.mT).masked_fill(hidden, -math.inf), -1) @ x
+
+    compiled = tk.compile(function, backend="torch")
+    assert_same(function, compiled, sample(2, 8, 16))
+    assert compiled.report().matched == {"attention": 1}
+
+
+class Masked(nn.Module):
+    def __init__(self, fill=-1e9):
+        super().__init__()
+        self.fill = fill
+        self.register_buffer("mask", torch.ones(32, 32).triu(1))
+
+    def forward(self, x):
+        length = x.shape[1]
+        scores = (x @ x.transpose(1, 2)).masked_fill(self.mask[:length, :length].bool(), self.fill)
+        return torch.softmax(scores / 4.0, -1) @ x
+
+
+def test_a_changed_mask_counts():
+    model = Masked()
+    compiled = tk.compile(model, backend="torch")
+    for change in (
+        lambda: None,
+        lambda: model.mask[:, 1].zero_(),
+        lambda: setattr(model, "mask", model.mask.T.clone()),
+    ):
+        change()
+        assert_same(model, compiled, sample(2, 8, 16))
+    assert "attention" in compiled.report().matched
+
+
+@pytest.mark.parametrize("fill", (-1e9, -math.inf))
+def test_a_row_without_keys_is_as_written(fill):
+    model = Masked(fill)
+    model.mask[3] = 1.0
+    compiled = tk.compile(model, backend="torch")
+    x = sample(2, 8, 16)
+    torch.testing.assert_close(compiled(x), model(x), equal_nan=True)
+    assert compiled.report().matched == {"attention": 1}
+
+
+@pytest.mark.parametrize("dynamic", (True, None), ids=("dynamic", "automatic"))
+def test_two_compilations_serve_all_lengths(dynamic):
+    model = Masked()
+    compiled = tk.compile(model, backend="torch", dynamic=dynamic)
+    for length in (8, 9, 17, 31, 11):
+        assert_same(model, compiled, sample(2, length, 16))
+    report = compiled.report()
+    assert report.graphs <= 2 and report.matched == {"attention": report.graphs}
+
+
+class Block(nn.Module):
+    def __init__(self, p=0.0, checkpointed=False):
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(16, 64), nn.Linear(64, 16), nn.LayerNorm(16)
+        self.drop, self.checkpointed = nn.Dropout(p), checkpointed
+
+    def body(self, x):
+        hidden = self.up(self.norm(x))
+        hidden = 0.5 * hidden * (1 + torch.erf(hidden / math.sqrt(2)))
+        x = x + self.drop(self.down(hidden))
+        return torch.softmax(x @ x.transpose(1, 2) / 4, -1) @ x
+
+    def forward(self, x):
+        return checkpoint(self.body, x, use_reentrant=False) if self.checkpointed else self.body(x)
+
+
+def test_checkpointing_recomputes():
+    torch.manual_seed(0)
+    model = Block(0.2, True).double()
+    compiled = tk.compile(model, backend="torch")
+    x = sample(2, 8, 16)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.shape) or tensor, lambda y: y):
+        y = compiled(x)
+    assert compiled.report().matched.keys() >= {"attention", "gelu"}
+    assert torch.Size((2, 8, 64)) not in saved
+    y.sum().backward()
+    model.drop.p = 0.0
+    assert_same(model, tk.compile(model, backend="torch"), x)
+
+
+def test_autocast_has_the_dtypes_of_eager():
+    model, x = Block(), sample(2, 8, 16, dtype=torch.float32)
+    compiled = tk.compile(model, backend="torch")
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, found = model(x), compiled(x)
+    assert found.dtype is expected.dtype
+    torch.testing.assert_close(found, expected, rtol=5e-2, atol=5e-2)
+
+
+def test_dropout_drops_the_right_share():
+    compiled = tk.compile(lambda x: F.dropout(x, 0.25) + 1.0)
+    x = torch.ones(64, 1024, requires_grad=True)
+    y = compiled(x)
+    y.sum().backward()
+    assert abs((y == 1.0).float().mean().item() - 0.25) < 0.01
+    torch.testing.assert_close(x.grad, (y - 1.0).detach())
+
+
+def test_no_gradients():
+    model = Block(0.5).double().eval()
+    compiled = tk.compile(model, backend="torch")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(sample(2, 8, 16)), model(sample(2, 8, 16)))
+
+
+def test_the_report_names_what_is_left_and_why():
+    compiled = tk.compile(weights_returned, backend="torch")
+    x = sample(2, 8, 16)
+    compiled(x)
+    (row,) = (row for row in compiled.report().left if row.operation == "attention")
+    assert "used elsewhere" in row.reason
+    assert "used elsewhere" in str(compiled.report())
+    shares = compiled.shares(lambda: compiled(x))
+    assert shares.share == 0.0 and "softmax" in shares.rest and "0% of the forward pass" in str(shares)
+
+
+def test_compile_is_torch_compile():
+    model = Block()
+    compiled = tk.compile(model)
+    compiled(sample(2, 8, 16, dtype=torch.float32))
+    assert compiled.report().graphs == 1
+    assert compiled.state_dict().keys() == {f"_orig_mod.{name}" for name in model.state_dict()}
+    copy.deepcopy(compiled)(sample(2, 8, 16, dtype=torch.float32))
+    with pytest.raises(ValueError, match="compile: backend must be one of"):
+        tk.compile(model, backend="fast")
+
+
+def test_the_entry_point():
+    table = (ROOT / "pyproject.toml").read_text()
+    assert (
+        '[project.entry-points.torch_dynamo_backends]\ntransformer_kernels = "transformer_kernels.patching.graph:'
+        in table
+    )
+    from transformer_kernels.patching.graph import transformer_kernels
+
+    model = Block()
+    x = sample(2, 8, 16, dtype=torch.float32)
+    compiled = torch.compile(model, backend=transformer_kernels, options={"backend": "torch"})
+    torch.testing.assert_close(compiled(x), model(x))
+
+
+def test_run_compiles_a_script(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\n"
+        "class M(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        return torch.softmax(x @ x.mT, -1) @ x\n"
+        "print(M()(torch.ones(1, 256, 64)).sum().item())\n"
+    )
+    command = [sys.executable, "-m", "transformer_kernels", "run", "--compile", "--backend", "torch", str(script)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) == 256 * 64
+    assert "1 operations replaced, 0 left to PyTorch; 1 graph: attention 1" in done.stderr

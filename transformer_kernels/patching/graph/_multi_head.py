@@ -1,0 +1,118 @@
+"""torch.nn.functional.multi_head_attention_forward, which Dynamo keeps as one call, where its weights are not used."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from transformer_kernels import ops
+from transformer_kernels.ops._pattern import Call, Match, Option, Pattern, Replacement
+from transformer_kernels.patching import _torch_calls as calls
+from transformer_kernels.patching._products import linear_is_ours
+
+PARAMETERS = tuple(inspect.signature(F.multi_head_attention_forward).parameters)
+ABSENT = ("bias_k", "bias_v", "static_k", "static_v", "add_zero_attn", "use_separate_proj_weight")
+USED = ("query", "key", "value", "num_heads", "in_proj_weight", "in_proj_bias", "dropout_p", "out_proj_weight",
+        "out_proj_bias", "training", "key_padding_mask", "need_weights", "attn_mask", "is_causal")  # fmt: skip
+
+
+def multi_head_attention(
+    query: Tensor, key: Tensor, value: Tensor, heads: int, weight: Tensor, bias: Tensor | None, p: float,
+    out_weight: Tensor, out_bias: Tensor | None, training: bool, padding: Tensor | None, need_weights: bool,
+    mask: Tensor | None, causal: bool, backend: str | None = None,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """The output (L, B, E) of torch's function, for query (L, B, E) and key and value (S, B, E)."""
+    if causal and padding is None and not need_weights:
+        mask = None  # as torch does: the mask is a hint then
+    else:
+        causal = False
+    q, k, v = _projected(query, key, value, weight, bias, heads, backend)
+    visible = _visible(mask, padding, q, k)
+    dropout = p if training else 0.0
+    if need_weights and visible is not None and _hides_rows(visible):
+        out: Any = _as_written(q, k, v, visible, dropout)
+    else:
+        out = calls.attention(backend or "auto", q, k, v, visible, dropout, causal)
+        if isinstance(out, str):
+            out = F.scaled_dot_product_attention(q, k, v, visible, dropout, causal)
+    joined = out.permute(2, 0, 1, 3).reshape(query.shape)
+    return _linear(joined, out_weight, out_bias, backend), None
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None) -> Tensor:
+    if backend is not None or linear_is_ours(x, weight, None):
+        return ops.linear(x, weight, bias, backend=backend)
+    return F.linear(x, weight, bias)
+
+
+def _projected(
+    query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None, heads: int, backend: str | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values (B, H, L, D): views of one product where they are made of the same tensor."""
+    width = query.shape[-1]
+    groups = [(query, 3)] if key is query and value is key else [(query, 1), (key, 2)]
+    if key is not value and len(groups) > 1:
+        groups = [(query, 1), (key, 1), (value, 1)]
+    found: list[Tensor] = []
+    for tensor, count in groups:
+        rows = slice(len(found) * width, (len(found) + count) * width)
+        product = _linear(tensor, weight[rows], None if bias is None else bias[rows], backend)
+        split = product.view(*product.shape[:2], count, heads, width // heads)
+        found.extend(split.permute(2, 1, 3, 0, 4))
+    return found[0], found[1], found[2]
+
+
+def _visible(mask: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """Both masks as one of `scaled_dot_product_attention`: bool with True = visible, or added to the scores."""
+    if mask is not None:
+        mask = mask.view(q.shape[0], -1, *mask.shape[1:]) if mask.dim() == 3 else mask[None, None]
+    if padding is not None:
+        padding = padding[:, None, None]
+    found = [each for each in (mask, padding) if each is not None]
+    if all(each.dtype is torch.bool for each in found):
+        hidden = found[0] | found[-1] if found else None
+        return None if hidden is None else hidden.logical_not()
+    added = [
+        torch.zeros_like(x, dtype=q.dtype).masked_fill_(x, -torch.inf) if x.dtype is torch.bool else x for x in found
+    ]
+    return added[0] if len(added) == 1 else added[0] + added[1]
+
+
+def _hides_rows(visible: Tensor) -> bool:
+    """Whether a query sees no key."""
+    hidden = visible.logical_not() if visible.dtype is torch.bool else visible == -torch.inf
+    return bool(hidden.all(-1).any())
+
+
+def _as_written(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, p: float) -> Tensor:
+    """As torch computes it where weights are wanted: NaN for a query that sees no key."""
+    if visible.dtype is torch.bool:
+        visible = torch.zeros_like(visible, dtype=q.dtype).masked_fill_(visible.logical_not(), -torch.inf)
+    weights = (q * q.shape[-1] ** -0.5 @ k.transpose(-1, -2) + visible).softmax(-1)
+    return (torch.dropout(weights, p, True) if p else weights) @ v
+
+
+def _replace(match: Match) -> Replacement | str:
+    bound, query = match.bound, match.fake("query")
+    if any(bound[name] not in (None, False) for name in ABSENT) or bound["in_proj_weight"] is None:
+        return "it has further keys or separate projections"
+    if any(user.target is not operator.getitem or user.args[1] != 0 for user in match.root.users):
+        return "its weights are used"
+    if query.dim() != 3 or not match.has_kernel(query.dtype, match.fake("in_proj_weight").dtype):
+        return "its input is not (L, B, E) of a dtype with a kernel"
+    if torch.is_autocast_enabled(query.device.type):
+        return "autocast chooses its dtypes"
+    if match.is_auto and match.size(*query.shape) < LEAST_ELEMENTS:
+        return "PyTorch's function is the faster one at this size"
+    return Replacement(multi_head_attention, tuple(bound[name] for name in USED))
+
+
+LEAST_ELEMENTS = 1 << 14
+"""Elements of the queries from which the parts are faster than torch's function."""
+
+PATTERNS = (Pattern("multi_head_attention", Call("mha", *map(Option, PARAMETERS)), _replace),)
