@@ -6,10 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save
 
 from transformer_kernels import training
-from transformer_kernels.training import CharGPTConfig, Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
-from transformer_kernels.training.checkpoint import FILES, load_weights
+from transformer_kernels.training import (
+    CharGPT,
+    CharGPTConfig,
+    Checkpoint,
+    CheckpointError,
+    Trainer,
+    load_checkpoint,
+    save_checkpoint,
+)
+from transformer_kernels.training.checkpoint import FILES, load_trained, load_weights
 
 
 def checkpoint(step=1):
@@ -149,3 +158,89 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(folder, fatal_call):
 def test_no_source_file_unpickles():
     for path in Path(training.__file__).parent.glob("*.py"):
         assert not {"torch.load", "pickle.load"} & set(path.read_text().replace("(", " ").split()), path
+
+
+def rewrite(folder, name, content):
+    """Replace a file together with its entry in the manifest."""
+    (folder / name).write_bytes(content)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.fixture
+def run(char_config):
+    """A checkpoint of a tiny run."""
+    trainer = Trainer(CharGPT(char_config(steps=1, eval_every=9)))
+    trainer.fit()
+    return trainer.folder / "last"
+
+
+def refused(folder, config):
+    """What `load_trained` and `Trainer.restore` say."""
+    messages = []
+    for load in (load_trained, Trainer(CharGPT(config)).restore):
+        with pytest.raises(CheckpointError) as caught:
+            load(folder)
+        messages.append(str(caught.value))
+    assert all(str(folder) in message and "\n" not in message for message in messages)
+    return messages
+
+
+DEEP = b"[" * 100_000
+STRANGE = (
+    ("tokenizer.json", "kind", []),
+    ("tokenizer.json", "kind", {"a": 1}),
+    ("tokenizer.json", "characters", 3),
+    ("config.json", "model", {"layers": 2**70, "width": 16, "heads": 2}),
+    ("config.json", "model", {"layers": 1, "width": "wide", "heads": 2}),
+    ("config.json", "context", -1),
+    ("config.json", "recipe", []),
+)
+
+
+@pytest.mark.parametrize(("name", "field", "value"), STRANGE)
+def test_strange_values_under_a_valid_hash(name, field, value, run, char_config):
+    given = json.loads((run / name).read_text())
+    rewrite(run, name, json.dumps(given | {field: value}).encode())
+    with pytest.raises(CheckpointError, match=str(run)):
+        load_trained(run)
+    rewrite(run, name, DEEP)
+    assert all("not JSON" in message for message in refused(run, char_config()))
+
+
+@pytest.mark.parametrize("field", ["step", "sampler", "random", "evaluated_at", "validation", "data"])
+@pytest.mark.parametrize("value", [None, [], "x", {"a": 1}], ids=str)
+def test_a_strange_trainer_state_is_refused_by_restore(field, value, run, char_config):
+    given = json.loads((run / "trainer.json").read_text())
+    rewrite(run, "trainer.json", json.dumps(given | {field: value}).encode())
+    try:
+        Trainer(CharGPT(char_config())).restore(run)
+    except CheckpointError as error:
+        assert str(run) in str(error)
+    else:
+        assert field == "validation" and value in ([], {"a": 1})  # is only shown
+
+
+CHANGES = {
+    "a scalar": lambda tensor: torch.tensor(1.0),
+    "integers": lambda tensor: torch.ones_like(tensor, dtype=torch.int32),
+    "NaN": lambda tensor: torch.full_like(tensor, torch.nan),
+    "another shape": lambda tensor: torch.zeros(300, 200),
+    "nothing": lambda tensor: None,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
+def test_strange_tensors_under_a_valid_hash(name, change, run, char_config):
+    tensors = load_file(run / name)
+    first = next(each for each in sorted(tensors) if tensors[each].dim() == 2)
+    changed = CHANGES[change](tensors.pop(first))
+    rewrite(run, name, save(tensors | ({} if changed is None else {first: changed})))
+    with pytest.raises(CheckpointError, match=str(run)) as caught:
+        Trainer(CharGPT(char_config())).restore(run)
+    assert first.partition(".")[0] in str(caught.value)
+    if name == "model.safetensors":
+        with pytest.raises(CheckpointError, match=first):
+            load_trained(run)

@@ -104,10 +104,11 @@ def load_checkpoint(folder: str | Path) -> Checkpoint:
     folder = _existing(Path(folder))
     expected = _read_manifest(folder)
     contents = {name: _read_verified(folder / name, expected[name]) for name in FILES}
+    weights = _tensors(folder / FILES[0], contents[FILES[0]])
     return Checkpoint(
-        weights=_tensors(folder / FILES[0], contents[FILES[0]]),
+        weights=weights,
         optimizer=_tensors(folder / FILES[1], contents[FILES[1]]),
-        config=_config(folder, contents["config.json"]),
+        config=_config(folder, contents["config.json"], len(weights)),
         tokenizer=_json(folder / "tokenizer.json", contents["tokenizer.json"]),
         trainer=_json(folder / "trainer.json", contents["trainer.json"]),
     )
@@ -116,7 +117,8 @@ def load_checkpoint(folder: str | Path) -> Checkpoint:
 def checkpoint_config(folder: str | Path) -> TrainingConfig:
     """The verified config of a checkpoint, without reading the weights; raises the errors of `load_checkpoint`."""
     folder = _existing(Path(folder))
-    return _config(folder, _read_verified(folder / "config.json", _read_manifest(folder)["config.json"]))
+    expected = _read_manifest(folder)
+    return _config(folder, _read_verified(folder / "config.json", expected["config.json"]), _tensor_count(folder))
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Tensor], source: str | Path) -> None:
@@ -137,6 +139,11 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], source: str | 
     if any(found.values()):
         lists = "; ".join(f"{what}: {', '.join(names)}" for what, names in found.items() if names)
         raise CheckpointError(f"{source}: the weights belong to another model or vocabulary: {lists}")
+    wrong = [name for name, tensor in weights.items() if not tensor.is_floating_point() or not tensor.isfinite().all()]
+    if wrong:
+        raise CheckpointError(
+            f"{source}: the weights must be finite numbers of a floating-point type: {', '.join(wrong)}"
+        )
     model.load_state_dict(weights)
 
 
@@ -239,11 +246,11 @@ def load_trained(
     try:
         tokenizer = found.load_tokenizer(checkpoint.tokenizer, config)
         model = found.build(config, tokenizer)
-    except ValueError as error:
-        raise CheckpointError(f"{folder}: {error}") from error
+        step = int(checkpoint.trainer.get("step", 0))
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        raise CheckpointError(f"{folder}: config.json, tokenizer.json or trainer.json: {error}") from error
     load_weights(model, checkpoint.weights, folder)
     where = choose_device(device, Processes())
-    step = int(checkpoint.trainer.get("step", 0))
     return Trained(model.to(where).eval(), tokenizer, config, where, step, found)
 
 
@@ -312,12 +319,27 @@ def _read_verified(path: Path, expected: Mapping[str, Any]) -> bytes:
     return data
 
 
-def _config(folder: Path, data: bytes) -> TrainingConfig:
-    config = _json(folder / "config.json", data)
+def _config(folder: Path, data: bytes, tensors: int) -> TrainingConfig:
+    """The config; CheckpointError if its model has more layers than there are `tensors`, which would not end."""
+    values = _json(folder / "config.json", data)
     try:
-        return make_config(config.pop("recipe"), config, "config.json")
-    except (KeyError, TypeError, ValueError) as error:
+        config = make_config(values.pop("recipe"), values, "config.json")
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise CheckpointError(f"{folder}: config.json does not describe a run: {error}") from error
+    layers = config.model.get("layers", 1)
+    if isinstance(layers, int) and layers > tensors:
+        raise CheckpointError(f"{folder}: config.json: {layers} layers are configured; there are {tensors} tensors")
+    return config
+
+
+def _tensor_count(folder: Path) -> int:
+    safetensors, path = require("safetensors"), folder / FILES[0]
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file")
+    try:
+        return len(safetensors.safe_open(path, framework="pt").keys())
+    except safetensors.SafetensorError as error:
+        raise CheckpointError(f"{path}: not a safetensors file: {error}") from error
 
 
 def _tensors(path: Path, data: bytes) -> dict[str, Tensor]:

@@ -83,7 +83,11 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Load the result of `optimizer_tensors`. State tensors are replaced; the learning-rate tensor is kept."""
+    """Load the result of `optimizer_tensors`. State tensors are replaced; the learning-rate tensor is kept.
+
+    Raises:
+        KeyError, ValueError: a tensor is missing, belongs to no parameter, or is not of its shape, finite and floating.
+    """
     rate = optimizer.param_groups[0]["lr"]
     state: dict[int, dict[str, Any]] = {}
     for key, value in tensors.items():
@@ -93,9 +97,26 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tenso
         for number in group["params"]:
             if state and number not in state:
                 raise KeyError(f"{number}.exp_avg")
+    _check_state(optimizer, state)
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
     for group in optimizer.param_groups:
         group["lr"] = rate
+
+
+STATES = [{"step", "exp_avg", "exp_avg_sq"}, {"momentum"}]  # of AdamW and Muon
+
+
+def _check_state(optimizer: torch.optim.Optimizer, state: dict[int, dict[str, Any]]) -> None:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if unknown := state.keys() - set(range(len(parameters))):
+        raise ValueError(f"there are {len(parameters)} parameters; state is given for {sorted(unknown)}")
+    for number, entry in state.items():
+        if entry.keys() not in STATES:
+            raise ValueError(f"the state of parameter {number} must be one of {STATES}; got {sorted(entry)}")
+        for name, value in entry.items():
+            shape = tuple(value.shape) if name == "step" and value.numel() == 1 else tuple(parameters[number].shape)
+            if tuple(value.shape) != shape or not value.is_floating_point() or not value.isfinite().all():
+                raise ValueError(f"{number}.{name} must be finite and have shape {shape}; got {tuple(value.shape)}")
 
 
 class SparseEmbeddingAdamW(torch.optim.AdamW):

@@ -237,16 +237,21 @@ REVIEW_TOKENIZERS: dict[str, Callable[[str], ReviewTokenizer]] = {
 
 
 def from_description(description: dict[str, Any], vocab_dir: str = "") -> Any:
-    """The tokenizer with this description."""
-    kind = description.get("kind")
+    """The tokenizer with this description; ValueError for an invalid one."""
+    kind = str(description.get("kind"))
     if kind == "characters" and isinstance(description.get("characters"), str):
         return CharacterTokenizer(description["characters"])
     if kind == "words" and isinstance(description.get("words"), list):
         return WordTokenizer([str(word) for word in description["words"]])
-    if kind == "learned" and isinstance(description.get("tokenizer"), str):
-        return LearnedTokenizer(description["tokenizer"])
-    if kind == "pretrained" and isinstance(description.get("tokenizer"), str):
-        return PretrainedTokenizer(description["tokenizer"], int(description["size"]))
+    if kind in ("learned", "pretrained") and isinstance(description.get("tokenizer"), str):
+        try:
+            if kind == "learned":
+                return LearnedTokenizer(description["tokenizer"])
+            return PretrainedTokenizer(description["tokenizer"], int(description["size"]))
+        except ImportError:
+            raise
+        except Exception as error:  # the package raises bare Exceptions
+            raise ValueError(f"the tokenizer cannot be loaded: {error}") from error
     if kind in REVIEW_TOKENIZERS:
         return REVIEW_TOKENIZERS[kind](vocab_dir)
     raise ValueError(f"unknown tokenizer {description!r:.200}")
