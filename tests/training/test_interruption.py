@@ -91,14 +91,55 @@ def test_an_interrupt_of_several_processes_makes_one_checkpoint_and_sets_the_sta
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("signum, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_one_process_stops_all_with_its_number(start, tmp_path, rank, signum, status):
+    process = start("--processes", "2")
+    os.kill(worker(process, rank), signum)
+    _, printed = process.communicate(timeout=60)
+    assert process.returncode == status, printed
+    step = load_checkpoint(tmp_path / "run" / "last").trainer["step"]
+    assert printed.count(f"stopped by {signum.name} after step {step}; checkpoint: ") == 1
+    assert printed.count("transformer-kernels: ") == 2  # with the command that resumes
+    assert "Traceback" not in printed
+
+
+@pytest.mark.slow
+def test_processes_of_a_killed_launcher_stop(start, tmp_path):
+    process = start("--processes", "2")
+    workers = [worker(process, rank) for rank in range(2)]
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{each}").exists() for each in workers):
+        assert time.monotonic() < deadline, "an orphan goes on"
+        time.sleep(0.1)
+    assert load_checkpoint(tmp_path / "run" / "last").trainer["step"] > 0
+
+
+@pytest.mark.slow
+def test_a_stopped_process_ends_the_run_and_is_named(start, monkeypatch):
+    monkeypatch.setenv("TRANSFORMER_KERNELS_PROCESS_TIMEOUT", "10")
+    process = start("--processes", "2")
+    os.kill(worker(process, 1), signal.SIGSTOP)
+    _, printed = process.communicate(timeout=90)  # the launcher kills it after 30 s
+    assert process.returncode == 1
+    assert printed.count("error: process 1 has not responded for 10 s: it is stopped or cannot be reached") == 1
+
+
+def worker(process, rank):
+    """The id of the process of this rank."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    (found,) = [int(child) for child in children if f"RANK={rank}" in environment_of(child)]
+    return found
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_process_that_dies_ends_the_others_soon_and_is_named(start, rank):
     process = start("--processes", "2", "--save-every", "1")
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    workers = [child for child in children if f"RANK={rank}" in environment_of(child)]
-    assert len(workers) == 1
     begun = time.monotonic()
-    os.kill(int(workers[0]), signal.SIGKILL)
+    os.kill(worker(process, rank), signal.SIGKILL)
     _, printed = process.communicate(timeout=60)
     assert time.monotonic() - begun < 30
     assert process.returncode == 128 + signal.SIGKILL

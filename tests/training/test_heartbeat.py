@@ -1,0 +1,62 @@
+"""Processes that stop responding, without processes."""
+
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from transformer_kernels.training.heartbeat import LIMIT, Heartbeat, limit
+
+
+@pytest.fixture
+def beating():
+    """Starts a heartbeat that ends with the test; returns it, its messages and an event that is set by the first."""
+    started = []
+
+    def begin(store, rank, count, seconds):
+        messages, ended = [], threading.Event()
+        heartbeat = Heartbeat(store, rank, count, seconds, lambda message: (messages.append(message), ended.set()))
+        started.append(heartbeat)
+        heartbeat.start()
+        return heartbeat, messages, ended
+
+    yield begin
+    for each in started:
+        each.leave()
+
+
+def test_a_process_that_stops_is_named_once(beating):
+    store = dist.HashStore()
+    others = [beating(store, rank, 3, 0.6) for rank in (0, 2)]  # process 1 never begins
+    for _, _, ended in others:
+        assert ended.wait(20)
+    (first,), (second,) = (messages for _, messages, _ in others)
+    assert first.startswith("process 1 has not responded for 1 s: it is stopped or cannot be reached")
+    assert second == ""
+
+
+def test_processes_that_respond_or_have_left_are_not_lost(beating):
+    store = dist.HashStore()
+    heartbeats = [beating(store, rank, 2, 2.4) for rank in range(2)]
+    heartbeats[1][0].leave()
+    assert not heartbeats[0][2].wait(4.0)
+    assert heartbeats[0][0].is_alive()
+
+
+def test_a_store_that_has_ended_ends_the_heartbeat(beating):
+    class Ended:
+        def add(self, key, value):
+            raise RuntimeError("connection refused")
+
+    heartbeat, messages, _ = beating(Ended(), 0, 2, 0.12)
+    heartbeat.join(20)
+    assert not heartbeat.is_alive() and messages == []
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "soon", "inf"])
+def test_the_limit_is_a_number_of_seconds(monkeypatch, text):
+    monkeypatch.delenv("TRANSFORMER_KERNELS_PROCESS_TIMEOUT", raising=False)
+    assert limit() == LIMIT
+    monkeypatch.setenv("TRANSFORMER_KERNELS_PROCESS_TIMEOUT", text)
+    with pytest.raises(ValueError, match="TRANSFORMER_KERNELS_PROCESS_TIMEOUT must be a positive number of seconds"):
+        limit()
