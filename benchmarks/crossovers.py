@@ -1,15 +1,21 @@
 """Sizes from which the CPU kernels are faster than PyTorch's operators, written to `ops/_crossover_table.py`.
 
-    python -m benchmarks.crossovers [--operations layer_norm,softmax] [--seconds 0.5] [--write]
+    python -m benchmarks.crossovers [--operations layer_norm,softmax] [--columns avx2] [--seconds 0.1] [--write]
 
-Each call is measured at powers of two elements, interleaved with PyTorch's, in minimum CPU time on one thread, which is
-robust to other load. At the crossover the kernel takes at most 95 % of PyTorch's time, and at no larger size more than
-PyTorch. `--write` replaces the entries of the instruction set in use.
+Each column of the table that this processor can measure is measured in a process of its own, in which PyTorch uses the
+same instruction set. Each call is measured at powers of two elements, from the largest on until PyTorch is the faster
+one, interleaved with PyTorch's, in minimum CPU time on one thread, which is robust to other load. At the crossover the
+kernel takes at most 95 % of PyTorch's time, and at no larger size more than PyTorch; NEVER: not at the largest either.
+`--write` replaces the measured entries.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,8 +30,15 @@ from transformer_kernels.ops import _crossovers
 from transformer_kernels.ops._crossover_table import LEVELS, TABLE
 
 COLUMNS, CLASSES, HEAD_DIM = 256, 1024, 64
-SMALLEST, LARGEST = 10, 23
+SMALLEST, LARGEST = 10, 24
 GAIN = 0.95
+FEWEST_ROUNDS = 3
+RESTRICTED = {
+    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+    "avx512": {"ATEN_CPU_CAPABILITY": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
+    "amx": {},
+}
+"""Environment variables with which PyTorch, oneDNN and MKL use no more than the instruction sets of a column."""
 Function = Callable[..., Tensor]
 
 
@@ -71,7 +84,7 @@ def cases(name: str, elements: int, dtype: torch.dtype) -> tuple[Function, Funct
 
 
 def least(calls: list[Callable[[], Any]], seconds: float) -> list[float]:
-    """The minimum CPU seconds of each call, interleaved in batches of about a tenth of a millisecond."""
+    """The minimum CPU seconds of each call in so much CPU time, interleaved in batches of about 0.5 ms."""
     best, batches = [float("inf")] * len(calls), []
     for call in calls:
         call()
@@ -79,8 +92,9 @@ def least(calls: list[Callable[[], Any]], seconds: float) -> list[float]:
         for _ in range(5):
             call()
         batches.append(max(1, int(5e-4 / max(time.process_time() - start, 1e-6))))
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
+    end, rounds = time.process_time() + seconds, 0
+    while time.process_time() < end or rounds < FEWEST_ROUNDS:
+        rounds += 1
         for index, call in enumerate(calls):
             start = time.process_time()
             for _ in range(batches[index]):
@@ -127,12 +141,19 @@ def measured(names: list[str], seconds: float) -> Iterator[tuple[tuple[str, int]
             limits = []
             for gradients in (False, True):
                 torch.manual_seed(0)
-                sizes = [1 << power for power in range(LARGEST, SMALLEST - 1, -1)]  # malloc adapts to the largest
-                ratios = {size: ratio(name, size, dtype, gradients, seconds) for size in sizes}
+                ratios: dict[int, float] = {}
+                for size in (1 << power for power in range(LARGEST, SMALLEST - 1, -1)):  # malloc adapts to the largest
+                    ratios[size] = ratio(name, size, dtype, gradients, seconds)
+                    if ratios[size] > 1.0:
+                        ratios[size] = min(ratios[size], ratio(name, size, dtype, gradients, 3 * seconds))
+                    if ratios[size] > 1.0:
+                        break
                 limits.append(crossover(ratios))
                 shown = " ".join(f"2^{size.bit_length() - 1}:{1 / each:.2f}" for size, each in ratios.items())
                 print(
-                    f"{name} {dtype} {'with gradients' if gradients else 'forward'}: {limits[-1]}: {shown}", flush=True
+                    f"{name} {dtype} {'with gradients' if gradients else 'forward'}: {limits[-1]}: {shown}",
+                    file=sys.stderr,
+                    flush=True,
                 )
             yield (name, dtype.itemsize), (limits[0], limits[1])
 
@@ -152,21 +173,46 @@ def written(table: dict[str, dict[tuple[str, int], tuple[int, int]]]) -> str:
     return "".join([head, mark, *lines, "}\n", tail])
 
 
+def columns() -> dict[str, str]:
+    """The columns that this processor can measure, and the widest instruction set of each."""
+    sets = tk.backends.cpu.load().instruction_sets
+    return {_crossovers.LEVELS.get(name, "avx2"): name for name in sets if name != "plain"}
+
+
+def measured_alone(column: str, options: argparse.Namespace) -> dict[tuple[str, int], tuple[int, int]]:
+    """The entries of a column, measured in a new process that is restricted to its instruction sets."""
+    restrictions = {**RESTRICTED[column], "TRANSFORMER_KERNELS_CPU_ISA": columns()[column], "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "benchmarks.crossovers", "--operations", options.operations, "--here"]
+    result = subprocess.run(
+        [*command, "--seconds", str(options.seconds)],
+        env={**os.environ, **restrictions},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return {(name, itemsize): tuple(limits) for (name, itemsize), limits in json.loads(result.stdout)}
+
+
 def main(arguments: list[str] | None = None) -> None:
-    """Measure, and with `--write` replace the entries of this instruction set."""
+    """Measure, and with `--write` replace the entries of the measured columns."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    level = _crossovers.level()
-    names = sorted({name for name, _ in TABLE[level]} - {"linear"})  # `linear` has a separate rule
+    names = sorted({name for name, _ in TABLE["avx2"]} - {"linear"})  # `linear` has a separate rule
     parser.add_argument("--operations", default=",".join(names))
-    parser.add_argument("--seconds", type=float, default=0.5, help="of each size")
+    parser.add_argument("--columns", default=",".join(columns()))
+    parser.add_argument("--seconds", type=float, default=0.1, help="CPU time of each size")
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--here", action="store_true", help="in this process; prints the entries as JSON")
     options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    print(tk.backends.cpu.describe())
-    with tk.use_backend("cpu"):
-        found = dict(measured(options.operations.split(","), options.seconds))
-    if options.write:
-        Path(_crossovers.TABLE_FILE).write_text(written({**TABLE, level: {**TABLE[level], **found}}))
+    if options.here:
+        torch.set_num_threads(1)
+        print(tk.backends.cpu.describe(), file=sys.stderr)
+        with tk.use_backend("cpu"):
+            return print(json.dumps(list(measured(options.operations.split(","), options.seconds))))
+    table = dict(TABLE)
+    for column in options.columns.split(","):
+        table[column] = {**table[column], **measured_alone(column, options)}
+        if options.write:
+            Path(_crossovers.TABLE_FILE).write_text(written(table))
 
 
 if __name__ == "__main__":
