@@ -1,9 +1,15 @@
-"""Without a GPU, kernels run on CPU tensors: Triton's interpreted, CUDA's emulated. Both are chosen before import."""
+"""Without a GPU, kernels run on CPU tensors: Triton's interpreted, CUDA's emulated. Both are chosen before import.
+
+Every test and every fixture starts from the same random numbers, whatever ran before it.
+"""
 
 import gc
 import os
+import random
+import zlib
 from pathlib import Path
 
+import numpy
 import torch
 
 if not torch.cuda.is_available():
@@ -32,6 +38,23 @@ def pytest_collection_finish():
     """Exclude the collected tests from garbage collection, which some libraries run in every call."""
     gc.collect()
     gc.freeze()
+
+
+def _seed(seed):
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef):
+    """A fixture of a module is made by the first test that asks for it: its numbers are those of its name."""
+    _seed(zlib.crc32(fixturedef.argname.encode()))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call():
+    _seed(0)
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map
 
 from transformer_kernels import ops
 from transformer_kernels.ops._crossovers import small_attention
+from transformer_kernels.ops._foreign import refused
 from transformer_kernels.ops._operation import is_traced
 
 OLDEST = (5, 10)
@@ -106,6 +107,11 @@ def attention_forward(
             `reorder_and_upcast_attn`, which are not supported.
     """
     _refuse(module, kwargs)
+    if refused(type(module).__name__, getattr(module, "backend", None), (query, key, value)) is not None:
+        given = {"sliding_window": sliding_window, "position_bias": position_bias, "softcap": softcap, "s_aux": s_aux}
+        mask = _eager_mask(module, query, key, attention_mask, is_causal, sliding_window)
+        given |= {"dropout": dropout, "scaling": query.shape[-1] ** -0.5 if scaling is None else scaling, **kwargs}
+        return _eager_function(module)(module, query, key, value, mask, **given)
     wanted = kwargs.get("output_attentions") or kwargs.get("return_attention")
     backend = getattr(module, "backend", None)
     sinks = None if s_aux is None else s_aux.flatten()
@@ -152,6 +158,33 @@ def attention_forward(
         assert isinstance(out, Tensor)  # a pair only with return_lse
         mixed = out.transpose(1, 2)
     return mixed, ops.attention_weights(query, key, **options) if wanted else None
+
+
+def _eager_function(module: Any) -> Any:
+    """The function by which transformers computes the attention of this layer without an implementation chosen."""
+    forward = inspect.unwrap(getattr(type(module), "_original", type(module)).forward)
+    return forward.__globals__["eager_attention_forward"]
+
+
+def _eager_mask(
+    module: torch.nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool | None, window: int | None
+) -> Tensor:
+    """The mask of `attention_forward` as eager attention takes it: added to the scores, causality included."""
+    if isinstance(mask, MaskPattern):
+        mask = mask.dense()
+    queries, keys = query.shape[2], key.shape[2]
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=query.device)
+    if mask is not None and mask.dim() == 4:  # contains causality and window
+        if mask.dtype is not torch.bool:
+            return mask
+        seen = mask
+    elif _is_causal(module, is_causal):
+        seen = seen.tril(keys - queries)
+        if window is not None:
+            seen = seen & seen.triu(keys - queries - window + 1)
+    if mask is not None and mask.dim() == 2:
+        seen = seen & mask.bool()[:, None, None, :]
+    return torch.zeros((), dtype=query.dtype, device=query.device).where(seen, torch.finfo(query.dtype).min)
 
 
 def _key_bounds(bounds: Tensor, key_bounds: Tensor | None) -> Tensor | None:

@@ -82,6 +82,8 @@ class LayerNorm(_WithBackend, torch.nn.LayerNorm):
 def layer_norm_of(module: torch.nn.LayerNorm, x: Tensor, backend: str | None) -> Tensor:
     """torch.nn.LayerNorm of x, by the operation."""
     axes = len(module.normalized_shape)
+    if axes == 1 and module.weight is not None and x.shape[-1:] == module.normalized_shape:
+        return ops.layer_norm(x, module.weight, module.bias, eps=module.eps, backend=backend)
     if x.shape[x.dim() - axes :] != module.normalized_shape:
         raise ValueError(f"LayerNorm: x must end with shape {module.normalized_shape}; got {tuple(x.shape)}")
     weight = x.new_ones(module.normalized_shape) if module.weight is None else module.weight  # the operation needs one
@@ -190,6 +192,8 @@ class Softmax(_WithBackend, torch.nn.Softmax):
     def forward(self, x: Tensor) -> Tensor:
         if not -x.dim() <= self.dim < x.dim():
             raise IndexError(f"Softmax: dim must be an axis of x {tuple(x.shape)}; got {self.dim}")
+        if self.dim in (-1, x.dim() - 1):
+            return ops.softmax(x, backend=self.backend)
         return ops.softmax(x.movedim(self.dim, -1), backend=self.backend).movedim(-1, self.dim)
 
 

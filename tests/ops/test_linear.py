@@ -162,8 +162,10 @@ def test_tiles_are_left_to_pytorch(backend, request, monkeypatch, instruction_se
     assert chooser.fuses(operation.prepare(**make(512, 1024, 1024, torch.bfloat16, "cpu"))) is ours
 
 
-def test_long_sums_are_made_of_short_ones():
+def test_long_sums_are_made_of_short_ones(backend, request):
     """One float32 register for 512 products would give 4.1e-7."""
+    if backend != "cpu" or "PyTorch's products" in request.node.name:
+        pytest.skip("the bound is that of this package's products")
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(64, 1024, generator=generator), torch.randn(256, 1024, generator=generator)
     exact = x.double() @ weight.double().T

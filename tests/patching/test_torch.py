@@ -131,7 +131,7 @@ def test_what_is_not_known_exactly_is_left():
     kept = [type(module) for module in model]
     report = tk.patch(model)
     assert [row.reason for row in report.left] == [
-        "a subclass of torch.nn.LayerNorm with its own code; `accelerate` reroutes its calls of torch",
+        "a subclass of torch.nn.LayerNorm with its own code; `accelerate` reroutes its calls of layer_norm",
         "dim is not given",
         "kdim or vdim differ from embed_dim",
         "add_bias_kv or add_zero_attn",

@@ -11,7 +11,8 @@ from transformer_kernels.backends.dispatch import requested, unavailable
 from transformer_kernels.backends.errors import BackendUnavailable
 from transformer_kernels.patching import _rerouted, _rotary, _torch, _transformers
 from transformer_kernels.patching._accelerate import Acceleration, accelerate
-from transformer_kernels.patching._left import REMEDY, left_modules
+from transformer_kernels.patching._code import calls_of
+from transformer_kernels.patching._left import left_modules, remedy
 from transformer_kernels.patching._models import patch_models, unpatch_models
 from transformer_kernels.patching._report import CallReport, CallRow, PatchReport, Row
 from transformer_kernels.patching._sentences import pack_inputs, pad_inputs
@@ -127,7 +128,8 @@ def _patch_module(name: str, module: Any, backend: str | None) -> Row | None:
         known = next((known for known in _torch.REPLACEMENTS if isinstance(module, known)), None)
         if known is None or known is nn.TransformerEncoder or type(module).__module__ == "transformer_kernels.nn":
             return None
-        return Row(name, kind, None, f"a subclass of torch.nn.{known.__name__} with its own code{REMEDY}")
+        calls = calls_of(original_class(module)) or ()
+        return Row(name, kind, None, f"a subclass of torch.nn.{known.__name__} with its own code{remedy(calls)}")
     if not isinstance(module, Patched):
         if (method := replaced_method(module)) is not None:
             return Row(name, kind, None, f"its method {method} is replaced on this instance")

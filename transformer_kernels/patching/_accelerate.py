@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from transformer_kernels.backends.dispatch import get_backend, requested
+from transformer_kernels.ops._foreign import PLAIN
 from transformer_kernels.patching._report import CallReport, CallRow
 from transformer_kernels.patching._torch_calls import (
     FEWEST,
     FUNCTIONS,
-    PLAIN,
     SMALL,
     VARLEN,
     Handler,

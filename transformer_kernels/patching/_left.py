@@ -1,4 +1,4 @@
-"""Adapters, and attention, norms, activations, MLPs and losses that `patch` does not support, each with the reason."""
+"""Adapters, and the modules whose forward computes attention, a norm, an activation, an MLP or a loss in PyTorch."""
 
 from __future__ import annotations
 
@@ -8,61 +8,120 @@ from typing import Any
 
 from torch import nn
 
+from transformer_kernels.patching._code import Call, calls_of
+from transformer_kernels.patching._forms import syntax_tree
 from transformer_kernels.patching._report import Row
 from transformer_kernels.patching._swap import Patched, class_path, original_class
 
-KINDS = {
-    "attention": re.compile(r"Attention|Attn"),
-    "norm": re.compile(r"Norm(?!al)|^LN$"),
-    "activation": re.compile(r"GELU|GeLU|SiLU|Swish|Mish|Activation|^(ReLU|Tanh|Softmax|Sigmoid|ELU|GLU)|(ReLU|GLU)$"),
+ATTENTION = ("scaled_dot_product_attention", "multi_head_attention_forward")
+SOFTMAX = ("softmax", "log_softmax", "gumbel_softmax", "softmin")
+NORMS = ("layer_norm", "rms_norm", "batch_norm", "group_norm", "instance_norm", "local_response_norm")
+ACTIVATIONS = (
+    "gelu", "silu", "relu", "relu6", "elu", "selu", "celu", "leaky_relu", "prelu", "rrelu", "mish", "hardswish",
+    "hardsigmoid", "hardtanh", "softplus", "softsign", "glu", "logsigmoid", "threshold", "tanhshrink", "hardshrink",
+)  # fmt: skip
+CURVES = ("tanh", "sigmoid", "erf")
+"""Functions that are an activation alone, or a part of one that is written out, and have other uses too."""
+PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum", "mm")
+LOSSES = re.compile(r"cross_entropy|_loss$")
+NAMES = {
+    "activation": re.compile(r"G[Ee]LU|SiLU|Swish|Mish|Activation|^(Tanh|Sigmoid)"),
     "MLP": re.compile(r"MLP|Mlp|FFN|FeedForward|Intermediate|DenseAct|DenseGated"),
-    "loss": re.compile(r"Loss|CrossEntropy"),
 }
-"""What the class of a module is called."""
+"""What the class of a module may be called whose calls do not say what it is."""
 
-REASONS = {
-    "attention": "it does not call transformers' AttentionInterface",
-    "norm": "its code is not that of a known norm",
-    "activation": "there is no operation for this activation",
-    "MLP": "its code is not that of a known MLP",
-    "loss": "it is called with arguments that are known to its caller only",
-}
 ADAPTER = "an adapter: it is called unchanged and not fused with its neighbours"
-REMEDY = "; `accelerate` reroutes its calls of torch"
-
-
-def kind_of(module: nn.Module) -> str | None:
-    """ "attention", "norm", "activation", "MLP" or "loss", by the name of a module's class."""
-    name = original_class(module).__name__
-    return next((kind for kind, pattern in KINDS.items() if pattern.search(name)), None)
+NOT_PYTHON = "its forward is not Python code"
+NO_SOURCE = "; source unavailable: it was not compared with known code"
 
 
 def left_modules(model: nn.Module, known: set[str]) -> Iterator[Row]:
-    """The adapters, and the innermost modules of each kind that are neither patched nor in `known`.
+    """The adapters, and the modules that are neither patched nor in `known` and compute something in PyTorch.
 
     A norm or an activation directly inside a patched module is computed by that module.
     """
     modules: dict[str, Any] = dict(model.named_modules())
     for name, module in modules.items():
+        kind = original_class(module)
         if isinstance(getattr(module, "base_layer", None), nn.Module):
-            yield Row(name, original_class(module).__name__, None, ADAPTER)
-    kinds = {name: kind_of(module) for name, module in modules.items()}
-    around: set[tuple[str, str]] = set()
-    """The modules that have one of a kind inside them."""
-    for name, kind in kinds.items():
-        while kind is not None and name:
-            name = name.rpartition(".")[0]
-            around.add((name, kind))
-    for name, module in modules.items():
-        kind = kinds[name]
-        if kind is None or not name or name in known or isinstance(module, Patched) or (name, kind) in around:
-            continue
-        if class_path(module).startswith("transformer_kernels.") or _computed_by(
-            modules[name.rpartition(".")[0]], kind
-        ):
-            continue
-        yield Row(name, original_class(module).__name__, None, REASONS[kind] + REMEDY)
+            yield Row(name, kind.__name__, None, ADAPTER)
+        elif name not in known and not isinstance(module, Patched) and not _is_ours(module):
+            reason = why_left(module)
+            parent = modules[name.rpartition(".")[0]] if name else None
+            if reason is not None and not _includes(parent, kind):
+                yield Row(name, kind.__name__, None, reason)
 
 
-def _computed_by(parent: nn.Module, kind: str) -> bool:
-    return isinstance(parent, Patched) and kind in ("norm", "activation")
+def why_left(module: nn.Module) -> str | None:
+    """What a module computes in PyTorch, and why; None if it computes nothing that this package has."""
+    kind = original_class(module)
+    calls = calls_of(kind)
+    if calls is None:
+        return NOT_PYTHON
+    reason = _reason(module, kind, {call.name for call in calls})
+    if reason is None:
+        return None
+    if not kind.__module__.startswith("torch.") and syntax_tree(kind.forward) is None:
+        reason += NO_SOURCE
+    return reason + remedy(calls)
+
+
+def remedy(calls: tuple[Call, ...]) -> str:
+    """What `accelerate` does about these calls: nothing to be said if it sees none."""
+    seen = sorted({call.name for call in calls if call.seen})
+    return f"; `accelerate` reroutes its calls of {' and '.join(seen)}" if seen else ""
+
+
+def _is_ours(module: nn.Module) -> bool:
+    return class_path(module).startswith("transformer_kernels.")
+
+
+def _includes(parent: nn.Module | None, kind: type) -> bool:
+    """Whether the row of a parent says it already, or the patched parent computes a norm or an activation inside it."""
+    if parent is None or not isinstance(parent, Patched):
+        return parent is not None and calls_of(original_class(parent)) is None
+    names = {call.name for call in calls_of(kind) or ()}
+    return bool(names & {*NORMS, *ACTIVATIONS, *CURVES, "rsqrt"}) and not names & {*ATTENTION, *SOFTMAX}
+
+
+def _reason(module: nn.Module, kind: type, names: set[str]) -> str | None:
+    """Why what these calls compute stays PyTorch's."""
+    named = next((what for what, pattern in NAMES.items() if pattern.search(kind.__name__)), None)
+    own = not kind.__module__.startswith("torch.")
+    if found := names & {*ATTENTION}:
+        if kind.__module__.startswith("transformers."):
+            return "it does not call transformers' AttentionInterface"
+        return f"its call of {min(found)} cannot be replaced in its forward"
+    if found := names & {*SOFTMAX}:
+        if own and (names & {*PRODUCTS} or "Attention" in kind.__name__ or "Attn" in kind.__name__):
+            if kind.__module__.startswith("transformers."):
+                return "it does not call transformers' AttentionInterface: its scores and softmax are separate calls"
+            return "its scores, softmax and product are separate calls, not scaled_dot_product_attention"
+        return f"its softmax is PyTorch's {min(found)}" if own else f"{min(found)} is called on its own"
+    if losses := [name for name in names if LOSSES.search(name)]:
+        return f"{min(losses)} is called with arguments that are known to its caller only"
+    if found := names & {*NORMS}:
+        known = found & {"layer_norm", "rms_norm"}
+        return f"its code is not that of a known {min(known)}" if known else f"there is no operation for {min(found)}"
+    if own and ("rsqrt" in names or ("sqrt" in names and names & {"var", "std", "mean"})):
+        return "a norm that is written out: its code is not that of a known norm"
+    return _activation(kind, own, names, named) or ("its code is not that of a known MLP" if named == "MLP" else None)
+
+
+def _activation(kind: type, own: bool, names: set[str], named: str | None) -> str | None:
+    """The same of an activation."""
+    if "gelu" in names:
+        return "its gelu is called inside its own code"
+    constants = _constants(kind)
+    if own and (("tanh" in names and 0.044715 in constants) or ("erf" in names and constants & {0.5, 1.41421})):
+        return "a GELU that is written out: its code is not that of a known GELU"
+    if found := names & {*ACTIVATIONS}:
+        return f"there is no operation for {min(found)} alone"
+    if (found := names & {*CURVES}) and (not own or named == "activation"):
+        return f"there is no operation for {min(found)}" if not own else "there is no operation for this activation"
+    return None
+
+
+def _constants(kind: Any) -> set[Any]:
+    code = getattr(kind.forward, "__code__", None)
+    return set() if code is None else {value for value in code.co_consts if isinstance(value, float)}

@@ -10,14 +10,14 @@ from torch.nn import functional as F
 
 from transformer_kernels import ops
 from transformer_kernels.graphs import in_one_piece
-from transformer_kernels.patching._products import are_ours, is_eager_cpu
-from transformer_kernels.patching._swap import Mixin
+from transformer_kernels.ops._foreign import foreign
+from transformer_kernels.patching._products import AnyLinear, are_ours, is_eager_cpu
 
 FEW = 0.75  # of the rows; for more of them, gathering does not pay
 FIRST_COLUMNS = 64  # a softmax has a gradient for each class
 
 
-class OutputLayer(Mixin):
+class OutputLayer(AnyLinear):
     """x weight^T + bias, whose gradients on a CPU are computed from those rows that have one.
 
     The tokens that a loss ignores (85 % of them in masked language modelling, padding, prompts) have none, and two of
@@ -27,7 +27,8 @@ class OutputLayer(Mixin):
     operation = "products of rows with a gradient"
 
     def forward(self, input: Tensor) -> Tensor:
-        if not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or not is_eager_cpu(input):
+        eager = is_eager_cpu(input) and foreign(self.weight) is None
+        if not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or not eager:
             return F.linear(input, self.weight, self.bias)
         return _RowsWithGradient.apply(input, self.weight, self.bias, are_ours(input, self.weight, self.backend, True))
 

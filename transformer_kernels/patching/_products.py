@@ -5,15 +5,17 @@ A forward product alone, without gradients, is at best as fast in ours where MKL
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from transformer_kernels import ops
 from transformer_kernels.backends import cpu
 from transformer_kernels.backends.dispatch import requested
+from transformer_kernels.ops._foreign import UNPATCH, foreign, transformed
 from transformer_kernels.ops._operation import autocast_dtype
 from transformer_kernels.patching._swap import Mixin, is_plain, swap
 
@@ -23,10 +25,10 @@ FEWEST_PRODUCTS = 3 << 19
 
 
 def is_eager_cpu(x: Tensor) -> bool:
-    """Whether a call runs eagerly on a CPU, without tracing or transforms other than autograd."""
+    """Whether a call of a plain tensor runs eagerly on a CPU, without tracing or transforms other than autograd."""
     if is_compiling() or torch._C._is_tracing() or x.device.type != "cpu" or x.dim() < 2:
         return False
-    return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
+    return transformed() is None and foreign(x) is None
 
 
 def are_ours(x: Tensor, weight: Tensor, backend: str | None, forward_alone: bool = False) -> bool:
@@ -45,7 +47,7 @@ def linear_is_ours(x: Tensor, weight: Tensor, backend: str | None) -> bool:
 def _are_ours(x: Tensor, weight: Tensor, backend: str | None, forward_alone: bool) -> bool:
     if not is_eager_cpu(x) or requested(backend) not in ("cpu", "auto") or cpu.unavailable(x.device):
         return False
-    if weight.dtype is not torch.float32 or x.numel() < FEWEST_ROWS * x.shape[-1]:
+    if foreign(weight) is not None or weight.dtype is not torch.float32 or x.numel() < FEWEST_ROWS * x.shape[-1]:
         return False
     from transformer_kernels.ops.linear._cpu import largest_weight, processor
 
@@ -54,7 +56,22 @@ def _are_ours(x: Tensor, weight: Tensor, backend: str | None, forward_alone: boo
     return weight.is_contiguous() and 0 < weight.numel() <= largest_weight(x, forward_alone)
 
 
-class Linear(Mixin):
+class AnyLinear(Mixin):
+    """A patched torch.nn.Linear."""
+
+    guards_itself = True
+
+    @property
+    def qconfig(self) -> Any:
+        """Set by torch.ao.quantization on every module; it quantises those of exactly a class that it knows."""
+        raise AttributeError("qconfig")
+
+    @qconfig.setter
+    def qconfig(self, value: Any) -> None:
+        raise RuntimeError(f"quantization: a patched Linear would not be quantised; {UNPATCH}, patch afterwards")
+
+
+class Linear(AnyLinear):
     """x W^T + b of a layer inside a model; the report does not list it."""
 
     def forward(self, input: Tensor) -> Tensor:

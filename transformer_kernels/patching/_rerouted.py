@@ -6,7 +6,6 @@ Only its calls of three functions run our operations, by the rules of `accelerat
 
 from __future__ import annotations
 
-import ast
 import functools
 import types
 from typing import Any
@@ -17,7 +16,7 @@ from torch.compiler import is_compiling
 
 from transformer_kernels.backends.dispatch import requested
 from transformer_kernels.backends.errors import UnsupportedByBackend
-from transformer_kernels.patching._forms import syntax_tree
+from transformer_kernels.patching._code import direct_calls
 from transformer_kernels.patching._products import adopt_linear_layers
 from transformer_kernels.patching._swap import CHOICES, ByBackend, with_global
 from transformer_kernels.patching._torch_calls import attention, layer_norm, rms_norm
@@ -67,9 +66,11 @@ def _with_ours(forward: Any, backend: str | None) -> Any:
     functional = types.ModuleType(F.__name__)
     vars(functional).update({**vars(F), **ours})
     given = forward.__globals__
-    replaced: dict[str, Any] = {name: each for name, each in ours.items() if given.get(name) is getattr(F, name)}
-    if given.get("F") is F:
-        replaced["F"] = functional
+    by_function = {id(getattr(F, name)): function for name, function in ours.items()}
+    replaced: dict[str, Any] = {
+        name: by_function[id(value)] for name, value in given.items() if id(value) in by_function
+    }
+    replaced |= {name: functional for name, value in given.items() if value is F}
     for name, each in replaced.items():
         forward = with_global(forward, name, each)
     return forward
@@ -98,16 +99,6 @@ MIXINS = {
 @functools.cache
 def mixin_of(kind: type) -> Any:
     """The replacement of a class whose forward calls one of the functions; None for torch's and transformers'."""
-    forward = kind.forward  # type: ignore[attr-defined]
     if kind.__module__.startswith(("torch.", "transformers.", "transformer_kernels.")):
         return None
-    if not isinstance(forward, types.FunctionType) or hasattr(forward, "__wrapped__"):
-        return None
-    tree, given = syntax_tree(forward), forward.__globals__
-    for node in () if tree is None else ast.walk(tree):
-        if not isinstance(node, ast.Call):
-            continue
-        owner, _, name = ast.unparse(node.func).rpartition(".")
-        if name in MIXINS and (given.get("F") is F if owner == "F" else not owner and given.get(name) is vars(F)[name]):
-            return MIXINS[name]
-    return None
+    return next((MIXINS[call.name] for call in direct_calls(kind) if call.name in MIXINS), None)

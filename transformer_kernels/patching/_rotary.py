@@ -43,10 +43,14 @@ class RMSNorm(Mixin):
 
 def rms_norm_of(module: Any, x: Tensor, backend: str | None) -> Tensor:
     """The result of an RMSNorm of transformers or torch.nn over the last axis of x."""
-    wide = x.dtype if module.weight is None else torch.promote_types(x.dtype, module.weight.dtype)
-    weight = x.new_ones(x.shape[-1]) if module.weight is None else module.weight.to(wide)
-    eps = default_eps(x.dtype) if _eps(module) is None else _eps(module)
-    return ops.rms_norm(x.to(wide), weight, eps=eps, backend=backend)
+    weight, eps = module.weight, _eps(module)
+    eps = default_eps(x.dtype) if eps is None else eps
+    if weight is None:
+        weight = x.new_ones(x.shape[-1])
+    elif weight.dtype is not x.dtype:
+        wide = torch.promote_types(x.dtype, weight.dtype)
+        x, weight = x.to(wide), weight.to(wide)
+    return ops.rms_norm(x, weight, eps=eps, backend=backend)
 
 
 def _eps(norm: Any) -> Any:

@@ -16,6 +16,8 @@ from torch import nn
 
 from transformer_kernels.backends.dispatch import BACKENDS, requested
 from transformer_kernels.ops._crossovers import crossover, is_automatic
+from transformer_kernels.ops._foreign import UNPATCH, are_plain
+from transformer_kernels.patching._guard import guarded
 
 FEWEST: dict[str, int | str] = {
     "Activation": 1 << 10,
@@ -46,6 +48,10 @@ float32 with AVX2.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
+GUARDED = ("forward", "ff_chunk")
+"""The methods of the mixins that the original ones take the place of, where no kernel computes a call."""
+
+
 class Patched:
     """Mixed into the class of a patched module. `backend` is the requested one; None follows the default."""
 
@@ -58,12 +64,17 @@ class Patched:
         reduced: Any = super().__reduce_ex__(max(int(protocol), 2))
         return _blank, (type(self)._mixin, type(self)._original), *reduced[2:]
 
+    def __prepare_scriptable__(self) -> Any:
+        raise RuntimeError(f"torch.jit.script: {type(self).__name__} is patched and cannot be scripted; {UNPATCH}")
+
 
 class Mixin(nn.Module):
     """The changed behaviour of a patched module of transformers; submodules are those of the original class."""
 
     operation: str
     backend: str | None
+    guards_itself = False
+    """Whether its methods are right for any tensors and under any transform, so that `guarded` is not needed."""
     _arguments: tuple[str, ...]
     """The names of the parameters of the original forward after `self`, in order."""
 
@@ -104,8 +115,14 @@ def patched_class(mixin: Any, original: Any) -> type[nn.Module]:
     if hasattr(mixin, "content"):
         content |= mixin.content(original)
     content["_arguments"] = tuple(inspect.signature(original.forward).parameters)[1:]
-    if forward := vars(mixin).get("forward"):
-        content["forward"] = _with_signature(forward, original.forward)
+    for name in GUARDED:
+        method, before = content.get(name) or getattr(mixin, name, None), getattr(original, name, None)
+        if before is None or method in (None, before, nn.Module.forward):
+            continue
+        if getattr(mixin, "guards_itself", False):
+            content[name] = _with_signature(method, before)
+        else:
+            content[name] = guarded(method, getattr(mixin, f"original_{name}", before))
     if fewest := FEWEST.get(original.__name__, FEWEST.get(mixin.__name__)):
         content["forward"] = _left_if_small(content.get("forward") or mixin.forward, original.forward, fewest)
     return cast(Any, type(original.__name__, bases, content))
@@ -117,8 +134,7 @@ def _with_signature(function: Any, original: Any) -> Any:
         function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )
     copied.__kwdefaults__ = function.__kwdefaults__
-    copied.__doc__ = original.__doc__
-    copied.__signature__ = inspect.signature(original)
+    copied.__doc__, copied.__signature__ = original.__doc__, inspect.signature(original)
     return copied
 
 
@@ -194,16 +210,18 @@ def class_path(module: Any) -> str:
 def is_plain(module: Any, *kinds: type) -> bool:
     """Whether a module behaves as its class, so that its computation may be fused elsewhere.
 
-    Adapters replace modules, quantisation and sharding replace their class, and offloading replaces their `forward`;
+    Adapters replace modules, quantisation and sharding their class or their parameters, and offloading their `forward`;
     hooks must be called. All of these are called unchanged.
     """
-    if original_class(module) not in kinds or "forward" in vars(module):
+    if original_class(module) not in kinds or "forward" in vars(module) or not are_plain(module._parameters.values()):
         return False
     return not any(getattr(module, hooks) for hooks in HOOKS)
 
 
 class MovedDropout(nn.Dropout):
     """Dropout that the enclosing block applies, in one pass with the residual addition and the LayerNorm."""
+
+    guards_itself = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x

@@ -48,6 +48,12 @@ class MultiHeadAttention(ours.MultiHeadAttention):
             return "kdim or vdim differ from embed_dim"
         return "add_bias_kv or add_zero_attn" if module.bias_k is not None or module.add_zero_attn else None
 
+    def original_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """torch's forward, for which `_qkv_same_embed_dim` is what it was."""
+        twin = object.__new__(nn.MultiheadAttention)
+        vars(twin).update(vars(self) | {"_qkv_same_embed_dim": True})
+        return nn.MultiheadAttention.forward(twin, *args, **kwargs)
+
     def _adopt(self) -> None:
         self._qkv_same_embed_dim = False
 

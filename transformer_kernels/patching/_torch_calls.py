@@ -13,16 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from transformer_kernels import ops
 from transformer_kernels.backends.dispatch import unavailable
 from transformer_kernels.ops._crossovers import TABLE, prefers_torch
+from transformer_kernels.ops._foreign import rejected
 from transformer_kernels.ops.embedding._padding import without_gradient
 from transformer_kernels.patching._products import linear_is_ours
 
 FLOATING = (torch.float32, torch.float16, torch.bfloat16)
-PLAIN = (Tensor, torch.nn.Parameter)
 REDUCTIONS = ("none", "mean", "sum")
 """By the number that torch's functions pass on."""
 
@@ -47,22 +46,6 @@ def _fewest(operation: str) -> int:
 
 FEWEST = {name: _fewest(name) for name, _ in TABLE["avx2"]} | {"attention": 0, "linear": 1 << 11}
 """Elements of the first argument below which a call is left before anything else is looked at."""
-
-
-def rejected(*tensors: Any, optional: Sequence[Any] = ()) -> str | None:
-    """Why no kernel supports a call with these tensors, whatever their values; an optional one may be None."""
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        return "a transform of torch.func or forward-mode AD is active"
-    if torch._C._is_tracing():
-        return "torch.jit.trace is active"
-    for tensor in (*tensors, *(each for each in optional if each is not None)):
-        if type(tensor) not in PLAIN:
-            return f"an argument is a {type(tensor).__name__}"
-        if tensor.layout is not torch.strided or tensor.is_nested:
-            return "an argument is not dense"
-        if tensor.numel() == 0:
-            return "an argument is empty"
-    return None
 
 
 def is_autocast(x: Tensor) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from transformer_kernels import ops
 from transformer_kernels.ops import _checks
+from transformer_kernels.ops._foreign import refused
 from transformer_kernels.patching import _fused
 from transformer_kernels.patching._fused import activated, add_norm, dropped, embedded, is_plain_table, rows
 from transformer_kernels.patching._products import by_columns
@@ -133,15 +134,17 @@ class DistilBertBlock(Mixin):
     """Attention and the feed-forward network, each fused with its residual addition and LayerNorm."""
 
     operation = "add_layer_norm"
+    guards_itself = True  # the original code would not apply the moved dropout
 
     def _adopt(self) -> None:
         move(self.ffn, "dropout", self.backend)
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
         attended, _ = self.attention(hidden_states, attention_mask=attention_mask, **kwargs)
-        hidden_states, _ = add_norm(attended, hidden_states, None, self.sa_layer_norm, self.backend)
+        fused = refused(type(self).__name__, self.backend, (attended, hidden_states)) is None
+        hidden_states, _ = add_norm(attended, hidden_states, None, self.sa_layer_norm, self.backend, fused)
         moved = moved_dropout(self.ffn.dropout)
-        return add_norm(self.ffn(hidden_states), hidden_states, moved, self.output_layer_norm, self.backend)[0]
+        return add_norm(self.ffn(hidden_states), hidden_states, moved, self.output_layer_norm, self.backend, fused)[0]
 
 
 class DistilBertFFN(Mixin):
@@ -155,6 +158,7 @@ class GPT2Block(Mixin):
     """The residual addition after attention is fused with its dropout and the LayerNorm that reads the sum."""
 
     operation = "add_layer_norm"
+    guards_itself = True  # the original code would not apply the moved dropout
 
     @staticmethod
     def refuses(module: Any) -> str | None:
@@ -171,7 +175,8 @@ class GPT2Block(Mixin):
         given.pop("encoder_attention_mask", None)
         attended, _ = self.attn(self.ln_1(hidden_states), **given)
         moved = moved_dropout(self.attn.resid_dropout)
-        x, stream = add_norm(attended, hidden_states, moved, self.ln_2, self.backend)
+        fused = refused(type(self).__name__, self.backend, (attended, hidden_states)) is None
+        x, stream = add_norm(attended, hidden_states, moved, self.ln_2, self.backend, fused)
         return stream + self.mlp(x)
 
 
@@ -262,13 +267,12 @@ def masked_lm_loss(
     **kwargs: Any,
 ) -> Tensor:
     """The loss of masked language models: the mean, or with num_items_in_batch the sum over that number."""
-    loss = ops.cross_entropy(
-        logits.reshape(-1, vocab_size),
-        labels.reshape(-1).to(logits.device),
-        ignore_index=ignore_index,
-        reduction="mean" if num_items_in_batch is None else "sum",
-        backend=backend,
-    )
+    rows, classes = logits.reshape(-1, vocab_size), labels.reshape(-1).to(logits.device)
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    if refused("cross_entropy", backend, (rows, classes)) is not None:
+        loss = F.cross_entropy(rows.float(), classes, ignore_index=ignore_index, reduction=reduction)
+    else:
+        loss = ops.cross_entropy(rows, classes, ignore_index=ignore_index, reduction=reduction, backend=backend)
     if num_items_in_batch is None:
         return loss
     return loss / (num_items_in_batch.to(loss.device) if isinstance(num_items_in_batch, Tensor) else num_items_in_batch)

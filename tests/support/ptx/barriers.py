@@ -12,7 +12,7 @@ from tests.support.ptx.form import Form, Step, Table
 from tests.support.ptx.memory import granules
 from tests.support.ptx.syntax import Instruction, Number, Sink
 from tests.support.ptx.types import PRED, U32, Array, Fault, Mask, Refused
-from tests.support.ptx.vector_clocks import MOST_BARRIERS, WHO, WHO_BITS, VectorClock
+from tests.support.ptx.vector_clocks import MAX_BARRIERS, WHO, WHO_BITS, VectorClock
 
 if TYPE_CHECKING:
     from tests.support.ptx.machine import Machine
@@ -115,8 +115,8 @@ class Barriers:
     def initialise(self, lane: int, offset: int, arrivals: int) -> None:
         if not 1 <= arrivals < 1 << 20:
             raise Fault(f"an mbarrier of {arrivals} arrivals")
-        if len(self.mbarriers) == MOST_BARRIERS:
-            raise Refused(f"more than {MOST_BARRIERS} mbarriers")
+        if len(self.mbarriers) == MAX_BARRIERS:
+            raise Refused(f"more than {MAX_BARRIERS} mbarriers")
         if offset in self.mbarriers:
             raise Fault(f"{self.mbarriers[offset]} is initialised again")
         shared, lanes = self.machine.shared, np.array([lane])

@@ -37,7 +37,7 @@ Finding = tuple[str, str, str]
 """Kind, message and instruction."""
 
 WARP_GROUP = 128
-MOST_INSTRUCTIONS = 50_000_000
+MAX_INSTRUCTIONS = 50_000_000
 
 
 class Machine:
@@ -276,8 +276,8 @@ class Machine:
             instruction, step = code[at], self.steps[at]
             self.current = instruction.text
             self.executed += 1
-            if self.executed > MOST_INSTRUCTIONS:
-                raise Fault(f"more than {MOST_INSTRUCTIONS} instructions")
+            if self.executed > MAX_INSTRUCTIONS:
+                raise Fault(f"more than {MAX_INSTRUCTIONS} instructions")
             active: Mask = mask
             if (predicate := predicates[at]) is not None:
                 given = self.full(predicate(mask))

@@ -13,7 +13,7 @@ from tests.support.ptx.types import Array
 
 WHO_BITS = 11
 WHO = (1 << WHO_BITS) - 1
-MOST_BARRIERS = 256
+MAX_BARRIERS = 256
 """Mbarriers of one CTA. The copies that one counts are an agent of their own, numbered after the threads."""
 OWN = np.iinfo(np.int32).max
 SEVERAL = 32
@@ -28,7 +28,7 @@ class VectorClock(Clock):
         super().__init__(np.asarray([cta]), threads)
         self.now = np.ones(threads // 32, np.int32)
         """Of a warp's threads; an access has its value, and each release increments it."""
-        self.known = np.zeros((threads, threads + MOST_BARRIERS), np.int32)
+        self.known = np.zeros((threads, threads + MAX_BARRIERS), np.int32)
         everyone = np.arange(threads)
         self.known[everyone, everyone] = OWN
         self.everyone = everyone

@@ -1,0 +1,34 @@
+"""Patched methods that run the original code where no kernel computes a call (`ops/_foreign.py`)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from transformer_kernels.ops._foreign import are_plain, refused
+
+
+def left(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Why the original code of a patched module computes this call; None if the operations do.
+
+    Raises:
+        UnsupportedByBackend: a named backend, which never falls back. A module with parameters of a subclass is a
+            modified one, which is called unchanged with any backend.
+    """
+    if not are_plain(module._parameters.values()):
+        return "a parameter is not a dense tensor"
+    return refused(type(module).__name__, module.backend, (*args, *kwargs.values()) if kwargs else args)
+
+
+def guarded(ours: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that runs our code, or the original one where `left` has a reason."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if left(self, args, kwargs) is not None:
+            return original(self, *args, **kwargs)
+        return ours(self, *args, **kwargs)
+
+    method.__name__, method.__qualname__ = original.__name__, original.__qualname__
+    method.__doc__, method.__signature__ = original.__doc__, inspect.signature(original)  # type: ignore[attr-defined]
+    return method
