@@ -22,6 +22,9 @@ class Expr(NamedTuple):
 
 
 OPAQUE = Expr("opaque", ())
+REACH = 3
+"""How many nodes an expression may look through."""
+
 FLAT = ("mean_flat", "var_flat", "std_flat")
 """Statistics of rows without the last axis."""
 
@@ -110,6 +113,7 @@ class Canonical:
     def __init__(self, constant: Callable[[fx.Node], float | None]) -> None:
         self._constant, self._known = constant, dict[fx.Node, Expr]()
         self._replaced: dict[Any, fx.Node] = {}
+        self._given: set[fx.Node] = set()
 
     def of(self, node: fx.Node) -> Expr:
         if node not in self._known:
@@ -122,11 +126,19 @@ class Canonical:
             known = self._known[node] = self._current(known)
         return known
 
-    def replace(self, old: fx.Node, new: fx.Node, expression: Expr | None = None) -> None:
+    def replace(self, old: fx.Node, new: fx.Node, expression: Expr) -> None:
         """Every expression of `old` is one of `new`, which computes `expression`."""
         self._replaced[old] = new
-        if expression is not None:
-            self._known[new] = expression
+        self._forget(new, REACH)
+        self._known[new] = expression
+        self._given.add(new)
+
+    def _forget(self, node: fx.Node, depth: int) -> None:
+        """Expressions of the nodes that use a node may be made of what it was before."""
+        for user in node.users:
+            if depth and user not in self._given:
+                self._known.pop(user, None)
+                self._forget(user, depth - 1)
 
     def _current(self, value: Any) -> Any:
         if isinstance(value, Expr):
@@ -252,6 +264,10 @@ def _add(c: Canonical, node: fx.Node, a: Any, b: Any, alpha: Any = 1) -> Expr | 
     if isinstance(a, fx.Node) and isinstance(b, fx.Node):
         return Expr("add", (a, b if alpha == 1 else Expr("mul", (b, alpha))))
     return None
+
+
+def _addcmul(c: Canonical, node: fx.Node, input: Any, a: Any, b: Any, value: Any = 1) -> Expr | None:
+    return Expr("add", (_product(c, a, b), input)) if value == 1 and is_tensor(a) and is_tensor(b) else None
 
 
 def _sub(c: Canonical, node: fx.Node, a: Any, b: Any, alpha: Any = 1) -> Expr | None:
@@ -511,9 +527,43 @@ def _cat(c: Canonical, node: fx.Node, tensors: Any, dim: Any = 0) -> Expr | None
     return Expr("cat_last", tuple(tensors)) if len(tensors) == 2 and _last(dim, node) else None
 
 
+def _flatten(c: Canonical, node: fx.Node, input: Any, *_: Any, **__: Any) -> Expr | None:
+    """Pairs (even, odd) of columns next to each other, or a view of the leading axes."""
+    pairs = c.of(input) if isinstance(input, fx.Node) else OPAQUE
+    if pairs.op in ("stack_last", "as_real") and fake(node).dim() == fake(input).dim() - 1:
+        if same_shape(fake(node).shape[:-1], fake(input).shape[:-2]):
+            return Expr("pairs" if pairs.op == "stack_last" else "real_pairs", pairs.args, (input,))
+    return _view(c, node, input)
+
+
+def _as_complex(c: Canonical, node: fx.Node, input: Any) -> Expr | None:
+    pairs = _unbind(c, node, input, -1)
+    return None if pairs is None else Expr("as_complex", pairs.args, pairs.via)
+
+
+def _stack(c: Canonical, node: fx.Node, tensors: Any, dim: Any = 0) -> Expr | None:
+    return Expr("stack_last", tuple(tensors)) if len(tensors) == 2 and _last(dim, node) else None
+
+
+def _unbind(c: Canonical, node: fx.Node, input: Any, dim: Any = 0) -> Expr | None:
+    """The even and the odd columns of x.reshape(..., -1, 2)."""
+    if (
+        not isinstance(input, fx.Node)
+        or not _last(dim, input)
+        or name_of(input) not in ("view", "reshape", "unflatten")
+    ):
+        return None
+    x, split = input.args[0], fake(input)
+    if not is_tensor(x) or split.shape[-1] != 2 or fake(x).dim() != split.dim() - 1:
+        return None
+    return Expr("alternates", (x,), (input,)) if same_shape(fake(x).shape[:-1], split.shape[:-2]) else None
+
+
 def _getitem(c: Canonical, node: fx.Node, input: Any, index: Any) -> Expr | None:
     """Halves and interleaved columns of the last axis."""
     inner = c.of(input) if isinstance(input, fx.Node) else OPAQUE
+    if inner.op == "alternates" and index in (0, 1):
+        return Expr("alternate", (inner.args[0], index), (input, *inner.via))
     if inner.op == "var_mean":
         return Expr("var", inner.args, (input,)) if index == 0 else Expr("mean", inner.args[:1], (input,))
     if inner.op in FLAT and index in ((Ellipsis, None), (*(slice(None),) * fake(input).dim(), None)):
@@ -559,6 +609,7 @@ def _rules() -> dict[str, Rule]:
     rule("div", "a b", _div)
     rule("add", "a b", _add)
     rule("sub", "a b", _sub)
+    rule("addcmul", "input a b", _addcmul)
     rule("rsub", "b a", _sub)
     rule("pow", "a b", _pow)
     rule("reciprocal", "a", _reciprocal)
@@ -576,7 +627,7 @@ def _rules() -> dict[str, Rule]:
         rules[name] = (("input", "first", "second", "third", "fourth"), _to)
     rule("contiguous clone", "input", _identity)
     for name in ("view", "reshape", "flatten", "unflatten"):
-        rules[name] = (("input", *(f"size_{index}" for index in range(8))), _view)
+        rules[name] = (("input", *(f"size_{index}" for index in range(8))), _flatten)
     rule("dropout feature_dropout", "input p training", _dropout)
     rule("transpose", "input dim0 dim1", _transpose)
     rules["permute"] = (tuple(f"d{i}" for i in range(8)), lambda c, node, d0, **k: _permute(c, node, d0, *k.values()))
@@ -604,6 +655,10 @@ def _rules() -> dict[str, Rule]:
          _cross_entropy)  # fmt: skip
     rule("cat concat", "tensors dim", _cat)
     rule("getitem", "input index", _getitem)
+    rule("view_as_complex", "input", _as_complex)
+    rule("view_as_real", "input", lambda c, node, input: Expr("as_real", (input,)))
+    rule("stack", "tensors dim", _stack)
+    rule("unbind", "input dim", _unbind)
     rule("chunk", "input chunks dim", _chunk)
     rule("split", "input size dim", _split)
     return rules

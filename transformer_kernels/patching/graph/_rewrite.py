@@ -14,6 +14,7 @@ from transformer_kernels.ops._pattern import As, Call, Either, Pattern, Prepared
 from transformer_kernels.ops.activation._pattern import PATTERNS as ACTIVATIONS
 from transformer_kernels.ops.attention._pattern import PATTERNS as ATTENTIONS
 from transformer_kernels.ops.norm._pattern import PATTERNS as NORMS
+from transformer_kernels.ops.rotary._pattern import PATTERNS as ROTARY
 from transformer_kernels.patching.graph._calls import PATTERNS as CALLS
 from transformer_kernels.patching.graph._canonical import Canonical, Expr, fake, name_of
 from transformer_kernels.patching.graph._checkpoint import checkpointed_parts
@@ -22,7 +23,7 @@ from transformer_kernels.patching.graph._match import TRANSPARENT, Found, Matche
 from transformer_kernels.patching.graph._multi_head import PATTERNS as MULTI_HEAD
 from transformer_kernels.patching.graph._writes import Writes
 
-PATTERNS: tuple[Pattern, ...] = (*ATTENTIONS, *MULTI_HEAD, *NORMS, *ACTIVATIONS, *CALLS)
+PATTERNS: tuple[Pattern, ...] = (*ATTENTIONS, *MULTI_HEAD, *ROTARY, *NORMS, *ACTIVATIONS, *CALLS)
 
 NAMED = {"softmax": "softmax", "sdpa": "attention", "mha": "attention", "layer_norm": "layer_norm",
          "rms_norm": "rms_norm", "gelu": "gelu", "silu": "silu", "cross_entropy": "cross_entropy"}  # fmt: skip
