@@ -21,6 +21,7 @@ from transformer_kernels.patching.graph._checkpoint import checkpointed_parts
 from transformer_kernels.patching.graph._constants import Constants, Stored
 from transformer_kernels.patching.graph._match import TRANSPARENT, Found, Matcher
 from transformer_kernels.patching.graph._multi_head import PATTERNS as MULTI_HEAD
+from transformer_kernels.patching.graph._rules import OVERRIDES, RULES
 from transformer_kernels.patching.graph._writes import Writes
 
 PATTERNS: tuple[Pattern, ...] = (*ATTENTIONS, *MULTI_HEAD, *ROTARY, *NORMS, *ACTIVATIONS, *CALLS)
@@ -87,7 +88,7 @@ class Rewriter:
         self.regions = _regions(graph)
         self.writes = Writes(graph)
         self.constants = Constants(graph, self.writes)
-        self.canonical = Canonical(self.constants.number)
+        self.canonical = Canonical(self.constants.number, RULES, OVERRIDES)
         self.matcher = Matcher(self.canonical)
         self.prepared: dict[Any, fx.Node] = {}
         self.created: list[fx.Node] = []
@@ -103,8 +104,8 @@ class Rewriter:
                         self._try(pattern, node)
         self.writes.restore(frozenset(self.created) if self.trains else frozenset())
         self._report()
-        names = {node.name for node in self.graph.nodes}
-        self.outcome.left = {key: reason for key, reason in self.outcome.left.items() if key[1] in names}
+        present = {node.name for node in self.graph.nodes}
+        self.outcome.left = {key: reason for key, reason in self.outcome.left.items() if key[1] in present}
         return self.outcome
 
     def _try(self, pattern: Pattern, root: fx.Node) -> None:
