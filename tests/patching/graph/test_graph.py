@@ -17,6 +17,8 @@ import transformer_kernels as tk
 ROOT = Path(__file__).parents[3]
 WEIGHT, BIAS = torch.linspace(0.5, 1.5, 16, dtype=torch.float64), torch.linspace(-1, 1, 16, dtype=torch.float64)
 CAUSAL = torch.ones(8, 8).triu(1).bool()
+PADDING = torch.arange(8) >= torch.tensor([[8], [5]])
+ANGLES = torch.arange(16, dtype=torch.float64).view(8, 2)
 C = math.sqrt(2 / math.pi)
 
 
@@ -63,6 +65,35 @@ def scores_by_baddbmm(x):
     return torch.bmm(torch.baddbmm(bias, x, x.transpose(1, 2), alpha=0.25).softmax(-1), x)
 
 
+def heads_in_the_batch(x):
+    q = x.view(2, 8, 4, 4).transpose(1, 2).reshape(8, 8, 4)
+    scores = torch.bmm(q, q.mT).view(2, 4, 8, 8).masked_fill(PADDING[:, None, None], -math.inf)
+    return torch.bmm(F.softmax(scores, -1).view(8, 8, 8), q)
+
+
+def rotary_whole(x):
+    x = x.view(2, 8, 4, 4).transpose(1, 2)
+    cos, sin = torch.cat((ANGLES, ANGLES), -1).cos(), torch.cat((ANGLES, ANGLES), -1).sin()
+    return x * cos + torch.cat((-x[..., 2:], x[..., :2]), -1) * sin
+
+
+def rotary_halves(x):
+    first, second = x.view(2, 8, 4, 4).chunk(2, -1)
+    cos, sin = ANGLES[:, None].cos(), ANGLES[:, None].sin()
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+def rotary_pairs(x):
+    even, odd = x.view(2, 8, 4, 4).reshape(2, 8, 4, 2, 2).unbind(-1)
+    cos, sin = ANGLES[:, None].cos(), ANGLES[:, None].sin()
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(3)
+
+
+def rotary_complex(x):
+    pairs = torch.view_as_complex(x.view(2, 8, 4, 4).reshape(2, 8, 4, 2, 2))
+    return torch.view_as_real(pairs * torch.polar(torch.ones_like(ANGLES), ANGLES)[:, None]).flatten(3)
+
+
 SPELLINGS = {
     "layer_norm by products": (by_two_products, "layer_norm"),
     "layer_norm by var_mean": (by_var, "layer_norm"),
@@ -80,6 +111,12 @@ SPELLINGS = {
     "in place": (scores_in_place, "attention"),
     "einsum": (scores_by_einsum, "attention"),
     "where": (scores_by_where, "attention"),
+    "heads in the batch": (heads_in_the_batch, "attention"),
+    "rotary with whole tables": (rotary_whole, "rotary"),
+    "rotary by halves": (rotary_halves, "rotary"),
+    "rotary by pairs": (rotary_pairs, "rotary"),
+    "rotary by complex numbers": (rotary_complex, "rotary"),
+    "geglu by erf": (lambda x: 0.5 * x * (1 + torch.erf(x / math.sqrt(2))) * (x + 1), "geglu"),
     "baddbmm": (scores_by_baddbmm, "attention"),
     "linear": (lambda x: F.relu(F.linear(x, BIAS.outer(WEIGHT))), "linear_relu"),
     "add_layer_norm": (lambda x: F.layer_norm(x + x.sin(), (16,), WEIGHT, BIAS), "add_layer_norm"),
@@ -148,6 +185,14 @@ def nearly_gelu(x):
     return 0.5 * x * (1 + torch.tanh(C * (x + 0.0447 * x**3)))
 
 
+def rounded_softmax(x):
+    return F.softmax(x @ x.mT, -1, dtype=torch.bfloat16).to(x.dtype) @ x
+
+
+def inside_vmap(x):
+    return torch.vmap(lambda y: torch.softmax(y @ y.mT, -1) @ y)(x)
+
+
 def value_written_through_view(x):
     scores = x @ x.mT / 4
     scores.view(-1)[:5] = 1.0
@@ -155,7 +200,7 @@ def value_written_through_view(x):
 
 
 LEFT_ALONE = (weights_returned, weights_written, filled_with_little, rounded_scores, other_axis, unlike_means,
-              nearly_gelu, value_written_through_view)  # fmt: skip
+              nearly_gelu, value_written_through_view, rounded_softmax, inside_vmap)  # fmt: skip
 
 
 @pytest.mark.parametrize("function", LEFT_ALONE, ids=lambda function: function.__name__)
@@ -187,6 +232,65 @@ def test_a_mask_is_read_after_it_is_written():
     compiled = tk.compile(function, backend="torch")
     assert_same(function, compiled, sample(2, 8, 16))
     assert compiled.report().matched == {"attention": 1}
+
+
+def test_tables_with_unequal_halves_are_as_written():
+    table = torch.cat((ANGLES, ANGLES + 1), -1)
+
+    def function(x):
+        x = x.view(2, 8, 4, 4).transpose(1, 2)
+        return x * table.cos() + torch.cat((-x[..., 2:], x[..., :2]), -1) * table.sin()
+
+    compiled = tk.compile(function, backend="torch")
+    assert_same(function, compiled, sample(2, 8, 16))
+    assert compiled.report().matched == {"rotary": 1}
+
+
+@pytest.mark.parametrize("size", (1.0, 100.0))
+def test_a_fill_hides_only_small_scores(size):
+    def function(x):
+        return torch.softmax((x * size @ (x * size).mT).masked_fill(CAUSAL, -1.2e4), -1) @ x
+
+    compiled = tk.compile(function, backend="torch")
+    assert_same(function, compiled, sample(2, 8, 16))
+    assert compiled.report().matched == {"attention": 1}
+
+
+def test_a_kept_input_may_be_written_later():
+    def function(x):
+        logits = x * 2
+        loss = F.cross_entropy(logits, torch.zeros(8, dtype=torch.long))
+        logits.mul_(2)
+        return loss + logits
+
+    compiled = tk.compile(function, backend="torch")
+    assert_same(function, compiled, sample(8, 16))
+    assert compiled.report().matched == {"cross_entropy": 1}
+
+
+@pytest.mark.parametrize("masks", ("none", "padding", "causal", "both", "a row without keys"))
+def test_multi_head_attention(masks):
+    torch.manual_seed(0)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(16, 4, batch_first=True)
+
+        def forward(self, x, **options):
+            return self.attention(x, x, x, **options)[0]
+
+    padding, options = PADDING.clone(), {}
+    padding[0] = masks == "a row without keys"
+    if masks in ("padding", "both", "a row without keys"):
+        options["key_padding_mask"] = padding
+    if masks in ("causal", "both"):
+        options |= {"attn_mask": CAUSAL, "is_causal": True, "need_weights": False}
+    model = Model().double()
+    compiled = tk.compile(model, backend="torch")
+    x = sample(2, 8, 16)
+    torch.testing.assert_close(compiled(x, **options), model(x, **options), rtol=1e-9, atol=1e-9, equal_nan=True)
+    assert compiled.report().matched == {"multi_head_attention": 1}
 
 
 class Masked(nn.Module):

@@ -4,11 +4,13 @@ Dynamo gives a graph of torch calls, before autograd is traced. What the pattern
 replaced by this package's operations, and the graph runs eagerly with autograd. What is not described stays as it is.
 
     _canonical.py   one form for all spellings of an operator
+    _rules.py       the operators, one rule each
     _writes.py      in-place operators
     _constants.py   parts that depend on buffers and sizes alone
     _match.py       the search for a term
     _rewrite.py     one pass over a graph
-    _calls.py       calls of torch.nn.functional
+    _calls.py       calls of torch.nn.functional; _multi_head.py one that is several
+    _checkpoint.py  parts that are computed again
     _report.py      what was found
 """
 

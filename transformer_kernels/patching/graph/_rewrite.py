@@ -14,15 +14,17 @@ from transformer_kernels.ops._pattern import As, Call, Either, Pattern, Prepared
 from transformer_kernels.ops.activation._pattern import PATTERNS as ACTIVATIONS
 from transformer_kernels.ops.attention._pattern import PATTERNS as ATTENTIONS
 from transformer_kernels.ops.norm._pattern import PATTERNS as NORMS
+from transformer_kernels.ops.rotary._pattern import PATTERNS as ROTARY
 from transformer_kernels.patching.graph._calls import PATTERNS as CALLS
 from transformer_kernels.patching.graph._canonical import Canonical, Expr, fake, name_of
 from transformer_kernels.patching.graph._checkpoint import checkpointed_parts
 from transformer_kernels.patching.graph._constants import Constants, Stored
 from transformer_kernels.patching.graph._match import TRANSPARENT, Found, Matcher
 from transformer_kernels.patching.graph._multi_head import PATTERNS as MULTI_HEAD
+from transformer_kernels.patching.graph._rules import OVERRIDES, RULES
 from transformer_kernels.patching.graph._writes import Writes
 
-PATTERNS: tuple[Pattern, ...] = (*ATTENTIONS, *MULTI_HEAD, *NORMS, *ACTIVATIONS, *CALLS)
+PATTERNS: tuple[Pattern, ...] = (*ATTENTIONS, *MULTI_HEAD, *ROTARY, *NORMS, *ACTIVATIONS, *CALLS)
 
 NAMED = {"softmax": "softmax", "sdpa": "attention", "mha": "attention", "layer_norm": "layer_norm",
          "rms_norm": "rms_norm", "gelu": "gelu", "silu": "silu", "cross_entropy": "cross_entropy"}  # fmt: skip
@@ -86,7 +88,7 @@ class Rewriter:
         self.regions = _regions(graph)
         self.writes = Writes(graph)
         self.constants = Constants(graph, self.writes)
-        self.canonical = Canonical(self.constants.number)
+        self.canonical = Canonical(self.constants.number, RULES, OVERRIDES)
         self.matcher = Matcher(self.canonical)
         self.prepared: dict[Any, fx.Node] = {}
         self.created: list[fx.Node] = []
@@ -102,8 +104,8 @@ class Rewriter:
                         self._try(pattern, node)
         self.writes.restore(frozenset(self.created) if self.trains else frozenset())
         self._report()
-        names = {node.name for node in self.graph.nodes}
-        self.outcome.left = {key: reason for key, reason in self.outcome.left.items() if key[1] in names}
+        present = {node.name for node in self.graph.nodes}
+        self.outcome.left = {key: reason for key, reason in self.outcome.left.items() if key[1] in present}
         return self.outcome
 
     def _try(self, pattern: Pattern, root: fx.Node) -> None:
