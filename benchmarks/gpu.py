@@ -63,12 +63,13 @@ class Session:
         with open(self.folder / LOG, "a") as log:
             log.write(f"$ {' '.join(command)}\n")
             log.flush()
+            outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
             process = subprocess.Popen(
                 command,
                 cwd=environment.ROOT,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, verification.VARIABLE: "0", **variables},
+                env={**outer, verification.VARIABLE: "0", **variables},
                 start_new_session=True,
             )
             try:

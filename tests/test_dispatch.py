@@ -112,6 +112,7 @@ def test_auto_takes_the_first_that_supports_the_call(monkeypatch):
     monkeypatch.setattr(dispatch, "unavailable", lambda name, device: "none here" if name == "cuda" else None)
     refused = {"triton": "not this call"}
     monkeypatch.setattr(dispatch, "_refusal", lambda op, name, arguments: refused.get(name))
+    monkeypatch.setattr(dispatch, "distrusted", None)
     name, refusals = dispatch._automatic("gelu", (torch.ones(3), "none"), torch.device("cpu"))
     assert name == "torch" and refusals == {"cuda": "none here", "triton": "not this call"}
 

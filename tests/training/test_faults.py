@@ -246,6 +246,7 @@ def wrong_hash(session):
 @row("partial download or offline: URL, path and remedy; nothing is kept")
 def offline(session):
     address = "http://127.0.0.1:9/input.txt"
+    session.monkeypatch.delenv("TRANSFORMER_KERNELS_DATA", raising=False)  # where the text may be
     session.monkeypatch.setattr("transformer_kernels.training.corpus.TINYSHAKESPEARE_URL", address)
     result = session.train("run", corpus="tinyshakespeare")
     session.refused(result, "cannot download", address, session.folder / "cache", "--data-dir")

@@ -50,6 +50,9 @@ def test_a_store_that_has_ended_ends_the_heartbeat(beating):
 
     heartbeat, messages, _ = beating(Ended(), 0, 2, 0.12)
     heartbeat.join(20)
+    assert not heartbeat.is_alive() and len(messages) == 1 and "the launcher has ended" in messages[0]
+    heartbeat, messages, _ = beating(Ended(), 0, 2, 60.0)
+    heartbeat.leave()  # the run saved and ended by itself
     assert not heartbeat.is_alive() and messages == []
 
 

@@ -70,14 +70,14 @@ def test_bad_files_are_reported(tmp_path, name, content, message):
 
 
 def test_missing_data_tells_where_it_is_from(tmp_path):
-    with pytest.raises(ValueError, match=r"aclImdb folder \(from https://.*; got ''"):
+    with pytest.raises(ValueError, match=r"--data must be the aclImdb folder \(from https://"):
         find_reviews("", "train")
     with pytest.raises(ValueError, match="neither train/pos and train/neg nor a file train with"):
         find_reviews(str(tmp_path), "train")
 
 
 def test_a_file_needs_a_test_file_beside_it(imdb_config):
-    with pytest.raises(ValueError, match="--test-data is required if --data is a file"):
+    with pytest.raises(ValueError, match="is a file, .*: give a file of test reviews as --test-data"):
         load_part(imdb_config(test_data=""), "test")
 
 

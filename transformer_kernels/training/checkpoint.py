@@ -118,7 +118,7 @@ def checkpoint_config(folder: str | Path) -> TrainingConfig:
     """The verified config of a checkpoint, without reading the weights; raises the errors of `load_checkpoint`."""
     folder = _existing(Path(folder))
     expected = _read_manifest(folder)
-    return _config(folder, _read_verified(folder / "config.json", expected["config.json"]), _tensor_count(folder))
+    return _config(folder, _read_verified(folder / "config.json", expected["config.json"]), _tensor_count(folder, expected))
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Tensor], source: str | Path) -> None:
@@ -307,12 +307,16 @@ def _read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
     return files
 
 
-def _read_verified(path: Path, expected: Mapping[str, Any]) -> bytes:
+def _check_size(path: Path, expected: Mapping[str, Any]) -> None:
     if not path.is_file():
         raise CheckpointError(f"{path}: expected {expected['bytes']} bytes, found no such file")
     size = path.stat().st_size
     if size != expected["bytes"]:
         raise CheckpointError(f"{path}: expected {expected['bytes']} bytes, found {size}")
+
+
+def _read_verified(path: Path, expected: Mapping[str, Any]) -> bytes:
+    _check_size(path, expected)
     data = path.read_bytes()
     if _sha256(data) != expected["sha256"]:
         raise CheckpointError(f"{path}: expected SHA-256 {expected['sha256']}, found {_sha256(data)}")
@@ -332,10 +336,9 @@ def _config(folder: Path, data: bytes, tensors: int) -> TrainingConfig:
     return config
 
 
-def _tensor_count(folder: Path) -> int:
+def _tensor_count(folder: Path, expected: Mapping[str, Mapping[str, Any]]) -> int:
     safetensors, path = require("safetensors"), folder / FILES[0]
-    if not path.is_file():
-        raise CheckpointError(f"{path}: no such file")
+    _check_size(path, expected[FILES[0]])
     try:
         return len(safetensors.safe_open(path, framework="pt").keys())
     except safetensors.SafetensorError as error:

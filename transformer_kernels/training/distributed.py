@@ -208,12 +208,16 @@ class StopRequest:
 
     With several processes the death of their launcher counts as SIGTERM, and a second SIGTERM is ignored: the launcher
     sends one when another process has ended.
+
+    Attributes:
+        agreed: the signal that all processes know of since the last `agree`; 0 if there is none. What a process alone
+            has received meanwhile must not decide what it does next.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self, processes: Processes | None = None) -> None:
-        self._signum = 0
+        self._signum = self.agreed = 0
         self._processes = processes or Processes()
         self._launcher = os.getppid()
         self._handlers: dict[int, Any] = {}
@@ -226,12 +230,13 @@ class StopRequest:
         return self._signum
 
     def agree(self, seconds: float) -> float:
-        """Share the signal, if any process has received one; returns the first process's seconds."""
+        """Set `agreed` to the signal that any process has received; returns the first process's seconds."""
         received = [float(self.signum == each) for each in self.SIGNALS]
         *received, seconds = self._processes.sum([*received, seconds if self._processes.first else 0.0])
         for signum, count in zip(self.SIGNALS, received, strict=True):
             if count:
                 self._note(signum, None)
+                self.agreed = signum
         return seconds
 
     def __enter__(self) -> StopRequest:

@@ -43,7 +43,9 @@ class Heartbeat(threading.Thread):
                 self._store.add(f"beats of {self._rank}", 1)
                 beats = {rank: self._store.add(f"beats of {rank}", 0) for rank in seen}
                 left = {rank for rank in seen if self._store.add(f"{rank} has left", 0)}
-            except RuntimeError:  # the launcher has ended
+            except RuntimeError:  # the launcher, which has the store, has ended: the run saves and ends by itself
+                if not self._done.wait(self._limit):
+                    self._end(f"the launcher has ended, and this process has not for {self._limit:.0f} s")
                 return
             suspended = now - last > self._limit / 2  # this process was stopped, and perhaps all were
             last = now

@@ -236,7 +236,7 @@ class Trainer:
             self._validate(stop, bar)
         self.save("last")
         if ended_by == "signal":
-            raise Interrupted(stop.signum, self.step_number, self.folder / "last", self._resume_command())
+            raise Interrupted(stop.agreed, self.step_number, self.folder / "last", self._resume_command())
         return ended_by
 
     def _resume_command(self) -> str:
@@ -253,7 +253,7 @@ class Trainer:
         """Why the run ends now, or None; identical in every process."""
         self._read_clock()
         self.seconds = stop.agree(self.seconds)
-        if stop.signum:
+        if stop.agreed:
             return "signal"
         if self.step_number >= self.total_steps:
             return "steps"
