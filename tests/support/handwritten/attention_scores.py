@@ -256,8 +256,8 @@ def fully_masked_rows(q, k, v, hides_rows):
 
 @trap
 def fully_masked_rows_of_the_least_number(q, k, v, hides_rows):
-    least = torch.finfo(q.dtype).min
-    return torch.softmax((q @ k.mT * SCALE).masked_fill(hides_rows, least), -1) @ v
+    s = q @ k.mT * SCALE
+    return torch.softmax(s.masked_fill(hides_rows, torch.finfo(s.dtype).min), -1) @ v
 
 
 @trap

@@ -175,6 +175,9 @@ def _failures(programs: Sequence[Program], mode: Mode) -> list[str]:
     try:
         ours, matched = run_routed(programs, mode)
     except Exception as error:
+        while torch._C._functorch.peek_interpreter_stack() is not None:  # it was raised inside a transform
+            torch._C._functorch.pop_dynamic_layer_stack()
+        torch._C._autograd._saved_tensors_hooks_enable()
         if len(programs) > 1:
             return [line for program in programs for line in _failures([program], mode)]
         return [f"{programs[0].name}: {type(error).__name__}: {error}"]
