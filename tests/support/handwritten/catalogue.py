@@ -12,3 +12,7 @@ from tests.support.handwritten.rotary import ROTARY
 REGISTERED_BY = (activation_traps, attention_scores, attention_writes, norm_traps, more_traps)
 """Modules that register traps when they are imported."""
 FAMILIES = [ATTENTION, LAYER_NORM, RMS_NORM, GELU_TANH, GELU_ERF, SWIGLU, ROTARY, CROSS_ENTROPY, EMBEDDING]
+
+UNFOLDED = "heads are folded into the batch for one of the two products only"
+OPEN = dict.fromkeys(("attention: product bmm", "attention: product baddbmm", "attention: values bmm"), UNFOLDED)
+"""Spellings that are not recognised, with the reason; one that is must leave this list."""
