@@ -86,7 +86,7 @@ SILU: dict[str, Callable[[Tensor], Tensor]] = {
     "module": lambda x: nn.SiLU()(x),
 }
 OPTIONS = {"of": list(GELU_OF), "gated": list(GATED), "observed": list(OBSERVED)}
-GELU_TANH = Family("gelu tanh", {"formula": list(TANH), **OPTIONS}, _activation(TANH), _matched("gelu", "gelu"))
+GELU_TANH = Family("gelu tanh", {"formula": list(TANH), **OPTIONS}, _activation(TANH), _matched("gelu", "geglu"))
 GELU_ERF = Family("gelu erf", {"formula": list(ERF), **OPTIONS}, _activation(ERF), _matched("gelu", "geglu"))
 SWIGLU = Family(
     "swiglu",

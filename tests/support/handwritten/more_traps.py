@@ -55,6 +55,12 @@ def large_bias_on_hidden_keys(q, k, v, mask):
 
 
 @trap
+def two_biases_are_added(q, k, v, score_bias, mask):
+    s = q @ k.mT * SCALE + score_bias
+    return torch.softmax(s + mask.to(q.dtype) * -1.5, -1) @ v
+
+
+@trap
 def softmax_in_half(q, k, v):
     return F.softmax(q @ k.mT * SCALE, -1, dtype=torch.bfloat16).to(v.dtype) @ v
 
