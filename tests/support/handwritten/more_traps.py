@@ -61,6 +61,11 @@ def two_biases_are_added(q, k, v, score_bias, mask):
 
 
 @trap
+def negative_scale_shows_only_hidden_keys(q, k, v, mask):
+    return torch.softmax((q @ k.mT).masked_fill(mask | ~mask.flip(-1), -1e9) * -SCALE, -1) @ v
+
+
+@trap
 def softmax_in_half(q, k, v):
     return F.softmax(q @ k.mT * SCALE, -1, dtype=torch.bfloat16).to(v.dtype) @ v
 
