@@ -38,7 +38,7 @@ def by_std_without_eps(x, weight, bias):
 
 @trap
 def unbiased_variance(x, weight, bias):
-    return weight * (x - x.mean(-1, keepdim=True)) / torch.sqrt(x.var(-1, keepdim=True) + EPS) + bias
+    return weight * ((x - x.mean(-1, keepdim=True)) / torch.sqrt(x.var(-1, keepdim=True) + EPS)) + bias
 
 
 @trap
@@ -61,19 +61,19 @@ def eps_on_both_sides(x, weight, bias):
 @trap
 def without_eps(x, weight, bias):
     mean, var = _parts(x)
-    return weight * (x - mean) / torch.sqrt(var) + bias
+    return weight * ((x - mean) / torch.sqrt(var)) + bias
 
 
 @trap
 def eps_is_large(x, weight, bias):
     mean, var = _parts(x)
-    return weight * (x - mean) / torch.sqrt(var + 0.5) + bias
+    return weight * ((x - mean) / torch.sqrt(var + 0.5)) + bias
 
 
 @trap
 def eps_is_subtracted(x, weight, bias):
     mean, var = _parts(x)
-    return weight * (x - mean) / torch.sqrt(var - 1e-9) + bias
+    return weight * ((x - mean) / torch.sqrt(var - 1e-9)) + bias
 
 
 @trap
@@ -85,7 +85,7 @@ def eps_scales_with_alpha(x, weight, bias):
 @trap
 def eps_is_learned(x, weight, bias, temperature):
     mean, var = _parts(x)
-    return weight * (x - mean) / torch.sqrt(var + temperature) + bias
+    return weight * ((x - mean) / torch.sqrt(var + temperature)) + bias
 
 
 @trap
@@ -103,7 +103,7 @@ def multiplied_by_the_root(x, weight, bias):
 @trap
 def statistics_of_columns(x, weight, bias):
     mean, var = x.mean(1, keepdim=True), x.var(1, unbiased=False, keepdim=True)
-    return weight * (x - mean) / torch.sqrt(var + EPS) + bias
+    return weight * ((x - mean) / torch.sqrt(var + EPS)) + bias
 
 
 @trap
@@ -119,73 +119,73 @@ def variance_of_columns(x, weight, bias):
 @trap
 def statistics_of_two_axes(x, weight, bias):
     mean, var = x.mean((1, 2), keepdim=True), x.var((1, 2), unbiased=False, keepdim=True)
-    return weight * (x - mean) / torch.sqrt(var + EPS) + bias
+    return weight * ((x - mean) / torch.sqrt(var + EPS)) + bias
 
 
 @trap
 def statistics_broadcast_over_columns(x, weight, bias):
     mean, var = x.mean(-1).unsqueeze(1), x.var(-1, unbiased=False).unsqueeze(1)
-    return weight * (x - mean) / torch.sqrt(var + EPS) + bias
+    return weight * ((x - mean) / torch.sqrt(var + EPS)) + bias
 
 
 @trap
 def mean_of_another_tensor(x, y, weight, bias):
-    return weight * (x - y.mean(-1, keepdim=True)) / torch.sqrt(_parts(x)[1] + EPS) + bias
+    return weight * ((x - y.mean(-1, keepdim=True)) / torch.sqrt(_parts(x)[1] + EPS)) + bias
 
 
 @trap
 def variance_of_another_tensor(x, y, weight, bias):
-    return weight * (x - _parts(x)[0]) / torch.sqrt(_parts(y)[1] + EPS) + bias
+    return weight * ((x - _parts(x)[0]) / torch.sqrt(_parts(y)[1] + EPS)) + bias
 
 
 @trap
 def centred_another_tensor(x, y, weight, bias):
     mean, var = _parts(x)
-    return weight * (y - mean) / torch.sqrt(var + EPS) + bias
+    return weight * ((y - mean) / torch.sqrt(var + EPS)) + bias
 
 
 @trap
 def variance_about_another_mean(x, y, weight, bias):
     mean = _parts(x)[0]
     var = (x - y.mean(-1, keepdim=True)).pow(2).mean(-1, keepdim=True)
-    return weight * (x - mean) / torch.sqrt(var + EPS) + bias
+    return weight * ((x - mean) / torch.sqrt(var + EPS)) + bias
 
 
 @trap
 def product_of_different_differences(x, y, weight, bias):
     mean = _parts(x)[0]
     var = ((x - mean) * (y - y.mean(-1, keepdim=True))).mean(-1, keepdim=True).abs()
-    return weight * (x - mean) / torch.sqrt(var + EPS) + bias
+    return weight * ((x - mean) / torch.sqrt(var + EPS)) + bias
 
 
 @trap
 def mean_is_added(x, weight, bias):
     mean, var = _parts(x)
-    return weight * (x + mean) / torch.sqrt(var + EPS) + bias
+    return weight * ((x + mean) / torch.sqrt(var + EPS)) + bias
 
 
 @trap
 def mean_is_the_minuend(x, weight, bias):
     mean, var = _parts(x)
-    return weight * (mean - x) / torch.sqrt(var + EPS) + bias
+    return weight * ((mean - x) / torch.sqrt(var + EPS)) + bias
 
 
 @trap
 def mean_is_halved(x, weight, bias):
     mean, var = _parts(x)
-    return weight * (x - 0.5 * mean) / torch.sqrt(var + EPS) + bias
+    return weight * ((x - 0.5 * mean) / torch.sqrt(var + EPS)) + bias
 
 
 @trap
 def subtracted_with_alpha(x, weight, bias):
     mean, var = _parts(x)
-    return weight * torch.sub(x, mean, alpha=2) / torch.sqrt(var + EPS) + bias
+    return weight * (torch.sub(x, mean, alpha=2) / torch.sqrt(var + EPS)) + bias
 
 
 @trap
 def bias_with_alpha(x, weight, bias):
     mean, var = _parts(x)
-    return torch.add(weight * (x - mean) / torch.sqrt(var + EPS), bias, alpha=2)
+    return torch.add(weight * ((x - mean) / torch.sqrt(var + EPS)), bias, alpha=2)
 
 
 @trap
@@ -197,7 +197,7 @@ def addcmul_with_a_value(x, weight, bias):
 @trap
 def bias_is_subtracted(x, weight, bias):
     mean, var = _parts(x)
-    return weight * (x - mean) / torch.sqrt(var + EPS) - bias
+    return weight * ((x - mean) / torch.sqrt(var + EPS)) - bias
 
 
 @trap
@@ -215,19 +215,19 @@ def bias_before_the_weight(x, weight, bias):
 @trap
 def weight_of_rows(x, columns, bias):
     mean, var = _parts(x)
-    return columns * (x - mean) / torch.sqrt(var + EPS) + bias
+    return columns * ((x - mean) / torch.sqrt(var + EPS)) + bias
 
 
 @trap
 def bias_of_rows(x, weight, columns):
     mean, var = _parts(x)
-    return weight * (x - mean) / torch.sqrt(var + EPS) + columns
+    return weight * ((x - mean) / torch.sqrt(var + EPS)) + columns
 
 
 @trap
 def bias_of_positions(x, weight, positions):
     mean, var = _parts(x)
-    return weight * (x - mean) / torch.sqrt(var + EPS) + positions
+    return weight * ((x - mean) / torch.sqrt(var + EPS)) + positions
 
 
 @trap
@@ -250,7 +250,7 @@ def scalar_weight(x, temperature):
 @trap
 def weight_is_residual(x, residual, bias):
     mean, var = _parts(x)
-    return residual * (x - mean) / torch.sqrt(var + EPS) + bias
+    return residual * ((x - mean) / torch.sqrt(var + EPS)) + bias
 
 
 @trap
@@ -268,20 +268,20 @@ def two_biases(x, weight, bias, bias2):
 @trap
 def statistics_are_detached(x, weight, bias):
     mean, var = _parts(x)
-    return weight * (x - mean.detach()) / torch.sqrt(var.detach() + EPS) + bias
+    return weight * ((x - mean.detach()) / torch.sqrt(var.detach() + EPS)) + bias
 
 
 @trap
 def variance_is_detached(x, weight, bias):
     mean, var = _parts(x)
-    return weight * (x - mean) / torch.sqrt(var.detach() + EPS) + bias
+    return weight * ((x - mean) / torch.sqrt(var.detach() + EPS)) + bias
 
 
 @trap
 def statistics_without_gradients(x, weight, bias):
     with torch.no_grad():
         mean, var = _parts(x)
-    return weight * (x - mean) / torch.sqrt(var + EPS) + bias
+    return weight * ((x - mean) / torch.sqrt(var + EPS)) + bias
 
 
 @trap
@@ -293,7 +293,7 @@ def weight_is_detached(x, weight, bias):
 @trap
 def variance_is_clamped(x, weight, bias):
     mean, var = _parts(x)
-    return weight * (x - mean) / torch.sqrt(var.clamp(min=1e-3) + EPS) + bias
+    return weight * ((x - mean) / torch.sqrt(var.clamp(min=1e-3) + EPS)) + bias
 
 
 @trap
@@ -301,7 +301,7 @@ def input_is_written_between_no_grad(x, weight, bias):
     x = x + 0.0
     mean, var = _parts(x)
     x.mul_(2.0)
-    return weight * (x - mean) / torch.sqrt(var + EPS) + bias
+    return weight * ((x - mean) / torch.sqrt(var + EPS)) + bias
 
 
 @trap
@@ -310,7 +310,7 @@ def input_is_written_before_the_variance_no_grad(x, weight, bias):
     mean = x.mean(-1, keepdim=True)
     x += 1.0
     var = x.var(-1, unbiased=False, keepdim=True)
-    return weight * (x - mean) / torch.sqrt(var + EPS) + bias
+    return weight * ((x - mean) / torch.sqrt(var + EPS)) + bias
 
 
 @trap
@@ -327,14 +327,14 @@ def a_view_of_the_input_is_written_no_grad(x, weight, bias):
 def mean_is_written_no_grad(x, weight, bias):
     mean, var = _parts(x)
     mean.zero_()
-    return weight * (x - mean) / torch.sqrt(var + EPS) + bias
+    return weight * ((x - mean) / torch.sqrt(var + EPS)) + bias
 
 
 @trap
 def variance_is_written_no_grad(x, weight, bias):
     mean, var = _parts(x)
     var.add_(0.1)
-    return weight * (x - mean) / torch.sqrt(var + EPS) + bias
+    return weight * ((x - mean) / torch.sqrt(var + EPS)) + bias
 
 
 @trap
@@ -349,7 +349,7 @@ def normalised_is_written_no_grad(x, weight, bias):
 def weight_is_written_no_grad(x, weight, bias):
     weight = weight.clone()
     mean, var = _parts(x)
-    n = weight * (x - mean) / torch.sqrt(var + EPS)
+    n = weight * ((x - mean) / torch.sqrt(var + EPS))
     weight.zero_()
     return n + bias, weight
 
@@ -422,7 +422,7 @@ def batch_norm(x, weight, bias):
 def normalised_twice(x, weight, bias):
     for _ in range(2):
         mean, var = _parts(x)
-        x = weight * (x - mean) / torch.sqrt(var + EPS) + bias
+        x = weight * ((x - mean) / torch.sqrt(var + EPS)) + bias
     return x
 
 
