@@ -204,6 +204,8 @@ class Stored:
         self._results: dict[Any, tuple[tuple[Any, ...], Any]] = {}
 
     def __call__(self, *leaves: Any) -> Any:
+        if any(isinstance(leaf, Tensor) and leaf.is_inference() for leaf in leaves):
+            return self._computed(leaves)  # its writes are not counted
         key = tuple(
             [(id(leaf), leaf.data_ptr(), leaf._version) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         )
@@ -211,7 +213,10 @@ class Stored:
         if found is None:
             if len(self._results) >= MAX_STORED:
                 self._results.clear()
-            with torch.no_grad(), torch.autocast("cpu", enabled=False):
-                result = self._finish(*self._part(*leaves))
+            result = self._computed(leaves)
             found = self._results[key] = (leaves, result)  # the leaves stay alive, and with them their identity
         return found[1]
+
+    def _computed(self, leaves: tuple[Any, ...]) -> Any:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            return self._finish(*self._part(*leaves))

@@ -1,0 +1,167 @@
+"""What a compiled program meets after it was compiled: other masks, lengths and modes, hooks, dropout that draws."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support.handwritten import compare
+
+
+class Attention(nn.Module):
+    """Attention of one tensor with itself, and a mask that is a buffer."""
+
+    def __init__(self, length: int = 8, p: float = 0.0) -> None:
+        super().__init__()
+        self.mask: Tensor
+        self.register_buffer("mask", torch.ones(length, length, dtype=torch.bool).triu(1))
+        self.softmax, self.dropout = nn.Softmax(dim=-1), nn.Dropout(p)
+
+    def forward(self, q: Tensor, v: Tensor) -> Tensor:
+        length = q.shape[-2]
+        scores = q @ q.transpose(-2, -1) / math.sqrt(q.shape[-1])
+        scores = scores.masked_fill(self.mask[:length, :length], -math.inf)
+        return self.dropout(self.softmax(scores)) @ v
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
+def tensors(length: int = 8) -> tuple[Tensor, Tensor]:
+    return torch.randn(2, 2, length, 8), torch.randn(2, 2, length, 8)
+
+
+def routed(model: nn.Module):
+    """The compiled model and the matches so far."""
+    return compare.routed(model, compare.SINGLE.kernels)
+
+
+def same(model, compiled, *inputs: Tensor) -> None:
+    torch.testing.assert_close(compiled(*inputs), model(*inputs), rtol=2e-5, atol=2e-6)
+
+
+CHANGES = {
+    "in place": lambda model: model.mask.logical_not_().fill_diagonal_(False),
+    "one element": lambda model: model.mask.__setitem__((3, 0), True),
+    "another tensor": lambda model: setattr(model, "mask", torch.zeros_like(model.mask)),
+    "loaded": lambda model: model.load_state_dict({"mask": torch.ones(8, 8, dtype=torch.bool).tril(-2)}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=list(CHANGES))
+def test_a_mask_that_changes_after_the_first_call(change):
+    model = Attention()
+    compiled, matched = routed(model)
+    inputs = tensors()
+    same(model, compiled, *inputs)
+    assert matched["attention"] == 1
+    change(model)
+    same(model, compiled, *inputs)
+
+
+def test_every_length_has_its_own_mask():
+    model = Attention(32)
+    compiled, _ = routed(model)
+    for length in (8, 5, 13, 1, 32, 8):
+        same(model, compiled, *tensors(length))
+
+
+def test_gradients_and_evaluation_take_turns():
+    model = Attention(p=0.5)
+    compiled, _ = routed(model)
+    for training in (False, True, False):
+        model.train(training)
+        q, v = (each.requires_grad_(training) for each in tensors())
+        out = compiled(q, v)
+        assert out.requires_grad == training
+        if not training:
+            same(model, compiled, q, v)
+
+
+def test_dropout_keeps_or_drops_each_weight():
+    p, drawn = 0.25, []
+    model = Attention(64, p)
+    compiled, matched = routed(model)
+    q, v = torch.randn(4, 2, 64, 8), torch.eye(64).expand(4, 2, 64, 64).contiguous()
+    weights = model.eval()(q, v)
+    model.train()
+    for _ in range(2):
+        out = compiled(q, v)
+        visible = weights > 1e-6
+        dropped = out[visible].abs() < 1e-12
+        kept = out[visible][~dropped] / weights[visible][~dropped]
+        torch.testing.assert_close(kept, torch.full_like(kept, 1.0 / (1.0 - p)), rtol=1e-3, atol=0.0)
+        assert abs(dropped.double().mean().item() - p) < 5.0 * math.sqrt(p * (1 - p) / dropped.numel())
+        drawn.append(dropped)
+    assert matched["attention"] == 1 and not torch.equal(*drawn)
+
+
+def test_a_hook_sees_and_changes_the_weights():
+    model, seen = Attention(), []
+
+    def hook(module: nn.Module, given: tuple[Tensor, ...], weights: Tensor) -> Tensor:
+        seen.append(weights.shape)
+        return weights * 0.5
+
+    expected = 0.5 * model(*(inputs := tensors()))
+    model.softmax.register_forward_hook(hook)
+    compiled, _ = routed(model)
+    torch.testing.assert_close(compiled(*inputs), expected, rtol=2e-5, atol=2e-6)
+    assert seen == [(2, 2, 8, 8)]
+
+
+def test_second_derivatives_are_right_or_refused():
+    def second(function) -> Tensor:
+        q = tensors()[0].double().requires_grad_()
+        (first,) = torch.autograd.grad(function(q, q).pow(2).sum(), q, create_graph=True)
+        return torch.autograd.grad(first.pow(2).sum(), q)[0]
+
+    model = Attention()
+    torch.manual_seed(0)
+    expected = second(model)
+    compiled, _ = compare.routed(model, "torch")
+    torch.manual_seed(0)
+    try:
+        found = second(compiled)
+    except (RuntimeError, NotImplementedError):
+        return
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_model_made_in_inference_mode():
+    with torch.inference_mode():
+        model = Attention()
+        inputs = tensors()
+        compiled, _ = routed(model)
+        same(model, compiled, *inputs)
+        same(model, compiled, *inputs)
+
+
+class Logged(Tensor):
+    """A tensor that counts the products it takes part in."""
+
+    products = 0
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if getattr(function, "__name__", "") in ("matmul", "__matmul__"):
+            cls.products += 1
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_a_subclass_keeps_its_type_and_its_calls():
+    model = Attention()
+    inputs = [each.as_subclass(Logged) for each in tensors()]
+    expected = model(*inputs)
+    compiled, _ = routed(model)
+    found = compiled(*inputs)
+    assert type(found) is type(expected)
+    torch.testing.assert_close(found.as_subclass(Tensor), expected.as_subclass(Tensor), rtol=2e-5, atol=2e-6)
