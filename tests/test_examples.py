@@ -56,7 +56,7 @@ def test_python_of_the_readme(index, tmp_path):
 
 def test_the_pages_of_docs_are_in_their_index():
     index = (ROOT / "docs" / "README.md").read_text()
-    assert len(SHOWN) == 6 and all(f"]({page.name})" in index for page in SHOWN)
+    assert len(SHOWN) == 7 and all(f"]({page.name})" in index for page in SHOWN)
     assert "docs/README.md" in (ROOT / "README.md").read_text()
 
 
@@ -90,6 +90,9 @@ def commands(page):
     return [shlex.split(line.removeprefix(COMMAND)) for line in lines]
 
 
+WITH_COMMANDS = [page for page in SHOWN if commands(page)]
+
+
 def test_the_site_has_each_page():
     """mkdocs.yml lists the pages; `make site` checks the links between them."""
     site = (ROOT / "mkdocs.yml").read_text("utf-8")
@@ -117,9 +120,12 @@ def test_outputs_of_docs(tmp_path, monkeypatch, capsys):
     assert checked >= 5
 
 
-@pytest.mark.parametrize("page", SHOWN, ids=lambda path: path.stem)
+def test_pages_have_commands():
+    assert len(WITH_COMMANDS) == 6
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda path: path.stem)
 def test_commands_of_docs_are_understood(page):
-    assert commands(page)
     for arguments in commands(page):
         cli._parser().parse_args(arguments)
 

@@ -118,7 +118,9 @@ def checkpoint_config(folder: str | Path) -> TrainingConfig:
     """The verified config of a checkpoint, without reading the weights; raises the errors of `load_checkpoint`."""
     folder = _existing(Path(folder))
     expected = _read_manifest(folder)
-    return _config(folder, _read_verified(folder / "config.json", expected["config.json"]), _tensor_count(folder, expected))
+    return _config(
+        folder, _read_verified(folder / "config.json", expected["config.json"]), _tensor_count(folder, expected)
+    )
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Tensor], source: str | Path) -> None:
