@@ -1,5 +1,6 @@
 """CPU recordings of operators with undeclared effects, and of memory that does not stay."""
 
+import functools
 import random
 import threading
 from collections import Counter
@@ -18,9 +19,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def foreign():
-    """Operators of another library, whose schemas do not declare what they do."""
+@functools.cache
+def _foreign():
+    """The operators are defined once: PyTorch lists those of a library that was destroyed, and cannot read them."""
     library = torch.library.Library("undeclared", "FRAGMENT")
     calls = Counter()
 
@@ -52,8 +53,15 @@ def foreign():
     for schema, function in operators.items():
         library.define(schema)
         library.impl(schema.partition("(")[0], function, "CPU")
-    yield torch.ops.undeclared, calls
-    library._destroy()
+    return torch.ops.undeclared, calls, library
+
+
+@pytest.fixture
+def foreign():
+    """Operators of another library, whose schemas do not declare what they do, and the counts of their calls."""
+    operators, calls, _ = _foreign()
+    calls.clear()
+    return operators, calls
 
 
 def runs(name, operators):

@@ -122,7 +122,7 @@ def patched_class(mixin: Any, original: Any) -> type[nn.Module]:
         if getattr(mixin, "guards_itself", False):
             content[name] = _with_signature(method, before)
         else:
-            content[name] = guarded(method, getattr(mixin, f"original_{name}", before))
+            content[name] = _with_signature(guarded(method, getattr(mixin, f"original_{name}", before)), before)
     if fewest := FEWEST.get(original.__name__, FEWEST.get(mixin.__name__)):
         content["forward"] = _left_if_small(content.get("forward") or mixin.forward, original.forward, fewest)
     return cast(Any, type(original.__name__, bases, content))
