@@ -163,7 +163,9 @@ def written(table: dict[str, dict[tuple[str, int], tuple[int, int]]]) -> str:
     head, mark, rest = Path(_crossovers.TABLE_FILE).read_text().partition(" = {\n")
     tail = rest.partition("}\n")[2]
 
-    def size(limit: int) -> str:
+    def size(limit: Any) -> str:
+        if isinstance(limit, tuple):
+            return f"({size(limit[0])}, {size(limit[1])})"
         return "NEVER" if limit == _crossovers.NEVER else "0" if not limit else f"1 << {limit.bit_length() - 1}"
 
     lines = []

@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from transformer_kernels import ops
-from transformer_kernels.ops._crossovers import small_attention
 from transformer_kernels.ops._foreign import refused
 from transformer_kernels.ops._operation import is_traced
 
@@ -118,15 +117,8 @@ def attention_forward(
     shared: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": sinks, "backend": backend}
     mixed = None
     bounds = kwargs.get("cu_seq_lens_q") if attention_mask is None else None
-    whole = attention_mask is None and bounds is None and (sliding_window is None or sliding_window >= key.shape[2])
-    if whole and softcap is None and s_aux is None and not dropout:
-        small = small_attention(
-            query, key, value, _typed(position_bias, query),
-            causal=_is_causal(module, is_causal), scale=scaling, backend=backend,
-        )  # fmt: skip
-        mixed = None if small is None else small.transpose(1, 2)
-        if mixed is not None and not wanted:
-            return mixed, None
+    if sliding_window is not None and sliding_window >= key.shape[2]:
+        sliding_window = None  # it hides nothing
     if isinstance(attention_mask, MaskPattern):
         same = (query.shape[0], query.shape[2], key.shape[2]) == tuple(attention_mask.shape[i] for i in (0, 2, 3))
         if same and (position_bias is None or attention_mask.cu_seqlens is None):

@@ -19,7 +19,6 @@ from torch import Tensor
 from transformer_kernels import ops
 from transformer_kernels.backends.dispatch import requested
 from transformer_kernels.ops import _checks
-from transformer_kernels.ops._crossovers import small_attention
 from transformer_kernels.ops._operation import is_traced
 from transformer_kernels.ops.embedding._padding import without_gradient
 
@@ -295,14 +294,9 @@ class MultiHeadAttention(_WithBackend, torch.nn.MultiheadAttention):
         real, bias = self._masks(key_padding_mask, attn_mask, q)
         causal = is_causal and (attn_mask is None or q.shape[2] == k.shape[2])
         dropout_p = self.dropout if self.training else 0.0
-        mixed = None
-        if real is None and bias is None and not dropout_p:
-            mixed = small_attention(q, k, v, None, causal=causal, scale=None, backend=self.backend)
-        if mixed is None:
-            options: dict[str, Any] = {"causal": causal, "key_padding_mask": real, "attn_bias": bias}
-            out = ops.attention(q, k, v, dropout_p=dropout_p, backend=self.backend, **options)
-            assert isinstance(out, Tensor)  # a pair only with return_lse
-            mixed = out
+        options: dict[str, Any] = {"causal": causal, "key_padding_mask": real, "attn_bias": bias}
+        mixed = ops.attention(q, k, v, dropout_p=dropout_p, backend=self.backend, **options)
+        assert isinstance(mixed, Tensor)  # a pair only with return_lse
         joined = self.out_proj(self._join_heads(mixed, batched))
         if not need_weights:
             return joined, None

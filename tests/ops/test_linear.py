@@ -1,6 +1,7 @@
 """A linear layer in every backend that supports it: forward and all gradients against the reference in float64."""
 
 from importlib import import_module
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -171,3 +172,12 @@ def test_long_sums_are_made_of_short_ones(backend, request):
     exact = x.double() @ weight.double().T
     error = tk.linear(x, weight, backend="cpu").double() - exact
     assert error.norm() / exact.norm() < 3.4e-7
+
+
+def test_the_processor_is_that_of_the_instruction_set_in_use():
+    """One module that changes its instruction set: nothing is cached for the process."""
+    kernels = SimpleNamespace(vendor="AuthenticAMD", instruction_set=lambda: level)
+    found = []
+    for level in ("avx2", "avx512", "amx", "plain", "avx512_bf16"):  # noqa: B007
+        found.append(import_module("transformer_kernels.ops.linear._cpu").processor(kernels))
+    assert found == ["", "AMD", "AMX", "", "AMD"]

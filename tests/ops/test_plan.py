@@ -20,8 +20,8 @@ import transformer_kernels as tk
 from tests.support import random_calls
 from tests.support.host_time import called
 from tests.support.operations import EXAMPLES, dispatched, function, without_plans
-from transformer_kernels.backends import dispatch
-from transformer_kernels.ops import _plan
+from transformer_kernels.backends import cpu, dispatch
+from transformer_kernels.ops import _crossovers, _plan
 
 PLANNED = list(EXAMPLES)
 
@@ -79,6 +79,7 @@ def test_a_planned_call_reads_its_own_tensors(op, monkeypatch):
 
 @pytest.mark.parametrize("op", PLANNED)
 def test_without_gradients(op, monkeypatch):
+    monkeypatch.setattr(_crossovers, "prefers_torch", lambda *_, **options: False)
     tensors = example(op)
     want = results(op, tensors)[0]
     with torch.no_grad():
@@ -89,6 +90,34 @@ def test_without_gradients(op, monkeypatch):
     assert not names
     got = got[0] if isinstance(got, tuple) else got
     assert torch.equal(want, got) and not got.requires_grad
+
+
+def test_one_tensor_given_twice_is_planned(monkeypatch):
+    """The plan serves other tensors of the same layout too, each in its own field."""
+    q, k, v = torch.randn(3, 1, 2, 5, 8).unbind(0)
+    for first, others in (((q, q, q), [(q, k, v), (k, k, v)]), ((q, k, k), [(q, q, q), (v, q, q)])):
+        with without_plans():
+            tk.attention(*first, causal=True)
+            names = dispatched(monkeypatch)
+            for given in (first, *others):
+                want = F.scaled_dot_product_attention(*given, is_causal=True)
+                torch.testing.assert_close(tk.attention(*given, causal=True), want)
+            assert not names
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_the_instruction_set_invalidates_plans(grad):
+    """All that was decided for one instruction set is dropped with it."""
+    if dispatch.unavailable("cpu", X.device) is not None:
+        pytest.skip("needs the CPU kernels")
+    kernels = cpu.load()
+    operation = dispatch.OPERATIONS["layer_norm"]
+    with torch.set_grad_enabled(grad), without_plans():
+        norm()
+        norm()
+        assert operation.plans and operation.recent
+        kernels.use(kernels.instruction_set())
+        assert not operation.plans and not operation.recent and not operation.calls
 
 
 @pytest.mark.parametrize("op", PLANNED)
@@ -425,7 +454,8 @@ def test_an_output_layer_and_its_loss_in_one_chunk(reduction, differentiable):
             assert second.data_ptr() != third.data_ptr()
 
 
-def test_attention_without_lse_is_attention():
+def test_attention_without_lse_is_attention(monkeypatch):
+    monkeypatch.setattr(_crossovers, "prefers_torch", lambda *_, **options: False)
     tensors = torch.randn(3, 1, 2, 5, 8).requires_grad_()
     outcomes = []
     for asked in (False, True):

@@ -67,10 +67,10 @@ def assert_same(function, inputs, parameters, reentrant):
 
 
 def compare(plain, recomputed):
-    assert any(each is not None for each in plain)
+    largest = max(each.abs().max().item() for each in plain if each is not None)  # some are sums that cancel
     for expected, found in zip(plain, recomputed, strict=True):
         if expected is not None:
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item() + 1e-9)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6 * largest)
 
 
 def compare_models(model, batch, reentrant):

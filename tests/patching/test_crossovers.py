@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 import transformer_kernels as tk
 from benchmarks import crossovers
@@ -15,8 +16,9 @@ from tests.support import transformers_models as models
 from tests.support.operations import dispatched
 from tests.support.transformers_models import one_thread  # noqa: F401  # a fixture of every test here
 from transformer_kernels import huggingface
-from transformer_kernels.backends import dispatch
+from transformer_kernels.backends import cpu, dispatch
 from transformer_kernels.ops import _crossovers
+from transformer_kernels.patching import _rerouted, _rotary, _torch, _transformers
 
 pytest.importorskip("transformers")
 
@@ -29,6 +31,14 @@ def computed(monkeypatch, unplanned):
     return dispatched(monkeypatch)
 
 
+def set_table(monkeypatch, entries):
+    """Replace entries of the instruction set in use, and forget what was decided by the others."""
+    changed = {**_crossovers.TABLE[_crossovers.level()], **entries}
+    monkeypatch.setitem(_crossovers.TABLE, _crossovers.level(), changed)
+    for forget in cpu.dependents:
+        forget()
+
+
 def patched(family, backend=None):
     ours = copy.deepcopy(models.make(family)).eval()
     tk.patch(ours, backend=backend)
@@ -37,8 +47,7 @@ def patched(family, backend=None):
 
 @pytest.mark.parametrize("family", FEW_TOKENS)
 def test_inference_of_few_tokens_is_pytorchs(family, computed, monkeypatch):
-    never = dict.fromkeys(_crossovers.TABLE["avx2"], (_crossovers.NEVER, _crossovers.NEVER))
-    monkeypatch.setitem(_crossovers.TABLE, _crossovers.level(), never)
+    set_table(monkeypatch, dict.fromkeys(_crossovers.TABLE["avx2"], (_crossovers.NEVER, _crossovers.NEVER)))
     plain = models.make(family, attention="sdpa").eval()
     ours = copy.deepcopy(plain)
     tk.patch(ours)
@@ -68,7 +77,7 @@ def test_training_is_this_packages_at_every_size(family, computed):
 
 
 def test_large_inference_is_this_packages(computed, monkeypatch):
-    monkeypatch.setitem(_crossovers.TABLE, _crossovers.level(), {})
+    set_table(monkeypatch, dict.fromkeys(_crossovers.TABLE["avx2"], (0, 0)))
     ours, batch = patched("bert"), models.inputs("bert", None)
     with torch.no_grad():
         ours(**batch)
@@ -79,21 +88,22 @@ def test_large_inference_is_this_packages(computed, monkeypatch):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("heads", [2, 4])
 @pytest.mark.parametrize("biased", [False, True])
-def test_small_attention_means_the_same(queries, causal, heads, biased):
+def test_small_attention_means_the_same(queries, causal, heads, biased, monkeypatch):
+    set_table(monkeypatch, {("attention", 4): (_crossovers.NEVER, _crossovers.NEVER)})
     generator = torch.Generator().manual_seed(3)
     q = torch.randn(2, 4, queries, 8, generator=generator)
     k, v = torch.randn(2, 2, heads, 5, 8, generator=generator).unbind(0)
     bias = torch.randn(1, 4, queries, 5, generator=generator) if biased else None
     with torch.no_grad():
-        small = _crossovers.small_attention(q, k, v, bias, causal=causal, scale=0.3, backend=None)
-        assert (small is None) == (causal and (queries == 3 or (queries == 5 and biased)))
-        if small is not None:
-            expected = tk.attention(q, k, v, causal=causal, attn_bias=bias, scale=0.3, backend="torch")
-            torch.testing.assert_close(small, expected, rtol=1e-5, atol=1e-6)
+        found = tk.attention(q, k, v, causal=causal, attn_bias=bias, scale=0.3)
+        plan = next(iter(dispatch.OPERATIONS["attention"].plans.values()))
+        assert (plan.native is None) == (biased or (causal and queries == 3))
+        expected = tk.attention(q, k, v, causal=causal, attn_bias=bias, scale=0.3, backend="torch")
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_what_a_layer_asks_for_is_not_lost(computed, monkeypatch):
-    monkeypatch.setitem(_crossovers.TABLE[_crossovers.level()], ("attention", 4), (1 << 16, 1 << 16))
+    set_table(monkeypatch, {("attention", 4): (1 << 16, 1 << 16)})
     q, k, v = (torch.randn(1, 2, 4, 8) for _ in range(3))
     layer = SimpleNamespace(is_causal=False)
     options = [{"sliding_window": 2}, {"softcap": 5.0}, {"s_aux": torch.zeros(2)}, {"dropout": 0.5}]
@@ -148,6 +158,9 @@ def test_explain_reports_the_crossover(monkeypatch):
     x, weight = torch.randn(2, 8), torch.ones(8)
     shown = str(tk.explain("layer_norm", x, weight, backend="auto"))
     assert "calls of fewer than 1024 elements, with gradients of any size, to PyTorch" in shown
+    monkeypatch.setitem(_crossovers.TABLE[_crossovers.level()], ("layer_norm", 4), ((8, 64), (8, _crossovers.NEVER)))
+    shown = str(tk.explain("layer_norm", x, weight, backend="auto"))
+    assert "calls of 8 to 63 elements, with gradients of 8 elements or more, to PyTorch" in shown
     assert tk.explain("layer_norm", x, weight, backend="torch").crossover is None
     assert "gelu" not in str(tk.explain("rotary", x[None, None], x[None, None], *torch.randn(2, 2, 4)).crossover)
 
@@ -163,3 +176,74 @@ def test_traced_calls_stay_ours():
         assert not _crossovers.is_automatic(torch.ones(2), None)
     torch.jit.trace(lambda each: (seen.append(_crossovers.is_automatic(each, None)), each + 1)[1], x, check_trace=False)
     assert seen and not any(seen)
+
+
+REPLACEMENTS = {
+    nn.LayerNorm: lambda: (nn.LayerNorm(32), 1),
+    nn.RMSNorm: lambda: (nn.RMSNorm(32), 1),
+    nn.GELU: lambda: (nn.GELU(), 1),
+    nn.Softmax: lambda: (nn.Softmax(-1), 1),
+    nn.MultiheadAttention: lambda: (nn.MultiheadAttention(32, 4, batch_first=True), 3),
+    nn.TransformerEncoderLayer: lambda: (nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 1),
+    nn.TransformerDecoderLayer: lambda: (nn.TransformerDecoderLayer(32, 4, 64, batch_first=True), 2),
+    nn.TransformerEncoder: lambda: (
+        nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 1),
+        1,
+    ),
+}
+
+
+def test_every_patched_class_declares_its_size():
+    """Those of torch have an example here; of the others a size or an operation of the table."""
+    assert REPLACEMENTS.keys() == _torch.REPLACEMENTS.keys()
+    classes = [*_torch.REPLACEMENTS.values(), *_transformers.REPLACEMENTS.values(), *_rotary.FORMS.values()]
+    names = {name for name, _ in _crossovers.TABLE["avx2"]}
+    for each in (*classes, *_rerouted.MIXINS.values(), _rotary.RotaryAttention):
+        assert each.small_below in names or isinstance(each.small_below, int), each
+
+
+@pytest.mark.parametrize("kind", REPLACEMENTS, ids=lambda kind: kind.__name__)
+def test_a_small_module_of_torch_runs_its_original_forward(kind, computed, monkeypatch):
+    """With the same bits, as torch's fused paths are used; a named backend and a larger input are this package's."""
+    set_table(monkeypatch, dict.fromkeys(_crossovers.TABLE["avx2"], (1 << 12, 1 << 12)))
+    plain, count = REPLACEMENTS[kind]()
+    ours = copy.deepcopy(plain.eval())
+    tk.patch(ours)
+    small, large = (tuple(torch.randn(2, rows, 32) for _ in range(count)) for rows in (8, 4096))
+    with torch.no_grad():
+        found, expected = ours(*small), plain(*small)
+        assert not computed
+        for a, b in zip(*((each if isinstance(each, tuple) else (each,)) for each in (found, expected)), strict=True):
+            assert torch.equal(a, b)
+        ours(*(x[:, :2048] for x in large))
+    assert computed
+
+
+def test_the_first_example_of_accelerate_reroutes_on_every_processor():
+    """The call in README, by the table of each instruction set."""
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    lines = text.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("with tk.accelerate()"))
+    shape = next(
+        line for line in lines[:at] if line.startswith("q, k, v = torch.randn(3, 2, 4, 128, 32, requires_grad")
+    )
+    assert "scaled_dot_product_attention(q, k, v, is_causal=True)" in lines[at + 1] and shape
+    for column in _crossovers.TABLE:
+        assert not _crossovers.prefers_torch("attention", 2 * 4 * 128 * 128, 4, recorded=True, column=column)
+
+
+@pytest.mark.parametrize("column", ["avx2", "avx512", "amx"])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_the_choice_is_a_function_of_its_arguments(column, recorded):
+    """That of an instruction set that this processor lacks is testable; random numbers ignore what is recorded."""
+    for (name, itemsize), limits in _crossovers.TABLE[column].items():
+        for elements in (0, 1 << 12, 1 << 16, 1 << 22, 1 << 40):
+            limit = limits[recorded]
+            first, end = limit if isinstance(limit, tuple) else (0, limit)
+            chosen = _crossovers.prefers_torch(name, elements, itemsize, recorded=recorded, column=column)
+            assert chosen == (first <= elements < end)
+            drawn = [
+                _crossovers.prefers_torch(name, elements, itemsize, recorded=each, random=True, column=column)
+                for each in (False, True)
+            ]
+            assert drawn[0] == drawn[1]

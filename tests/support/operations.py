@@ -54,6 +54,6 @@ def without_plans(kept=dict):
     """Within this context calls are not planned as before it, nor after it as within; `kept` makes the new plans."""
     with ExitStack() as stack:
         for operation in dispatch.OPERATIONS.values():
-            for plans in ("plans", "calls"):
+            for plans in ("plans", "calls", "recent"):
                 stack.enter_context(mock.patch.object(operation, plans, kept()))
         yield

@@ -12,7 +12,7 @@ import importlib
 import os
 import threading
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,9 @@ DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # by_dtyp
 ENVIRONMENT_VARIABLE = "TRANSFORMER_KERNELS_CPU_ISA"
 
 PACKAGE = Path(__file__).resolve().parents[1]
+
+dependents: list[Callable[[], None]] = []
+"""What drops the decisions that depend on the instruction set."""
 
 _lock = threading.Lock()
 dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -187,7 +190,15 @@ def _load() -> Any:
         raise BackendUnavailable(
             f"the CPU kernels were built from other sources ({found}, expected {expected}): {remedy}"
         ) from cause
+    module.use = functools.partial(_use, module.use)
     named = os.environ.get(ENVIRONMENT_VARIABLE)
     if named:
         module.use(named)
     return module
+
+
+def _use(switch: Callable[[str], None], level: str) -> None:
+    """Compute with another instruction set, and drop what was decided for the one before."""
+    switch(level)
+    for forget in dependents:
+        forget()

@@ -1,7 +1,8 @@
-"""Sizes from which a CPU kernel is no slower than PyTorch's operator, by instruction set.
+"""The sizes of calls that PyTorch's operators compute in less time than the CPU kernels, by instruction set.
 
-For each operation and element size in bytes: elements from which ours is the faster one, (forward alone, with
-gradients). Counted are the elements of the first tensor, of the result of an embedding, and the scores of attention;
+For each operation and element size in bytes, forward alone and with gradients: elements from which ours is the faster
+one, or a pair (first, end): PyTorch's is the faster one from `first` on to below `end`.
+Counted are the elements of the first tensor, of the result of an embedding, and the scores of attention;
 with gradients `linear` has a rule of its own (`patching/_products.py`).
 
 "avx512" was measured by `python -m benchmarks.crossovers --write` on an AMD EPYC with AVX-512; "amx" on a Xeon with
@@ -11,9 +12,11 @@ is not measured by itself: it has the values of "amx".
 
 NEVER = 1 << 62
 
+Limit = int | tuple[int, int]
+
 LEVELS = ("avx2", "avx512", "amx")
 
-ROWS: dict[tuple[str, int], tuple[tuple[int, int], ...]] = {
+ROWS: dict[tuple[str, int], tuple[tuple[Limit, Limit], ...]] = {
     ("add_layer_norm", 4): ((1 << 18, 0), (1 << 16, NEVER), (1 << 18, 0)),
     ("add_rms_norm", 4): ((1 << 14, 0), (0, 0), (1 << 14, 0)),
     ("attention", 4): ((1 << 16, 1 << 17), (1 << 11, 1 << 12), (1 << 16, 1 << 17)),
@@ -22,7 +25,7 @@ ROWS: dict[tuple[str, int], tuple[tuple[int, int], ...]] = {
     ("cross_entropy", 2): ((1 << 17, 1 << 16), (1 << 16, 1 << 16), (1 << 17, 1 << 16)),
     ("embedding", 4): ((NEVER, NEVER), (NEVER, NEVER), (NEVER, NEVER)),
     ("embedding", 2): ((NEVER, NEVER), (NEVER, 1 << 19), (NEVER, NEVER)),
-    ("gelu", 4): ((NEVER, NEVER), (NEVER, 0), (NEVER, NEVER)),
+    ("gelu", 4): (((0, 1 << 22), NEVER), ((1 << 15, 1 << 21), 0), ((0, 1 << 22), NEVER)),
     ("gelu", 2): ((NEVER, NEVER), (NEVER, NEVER), (NEVER, NEVER)),
     ("gelu_tanh", 4): ((1 << 15, 1 << 15), (1 << 12, 1 << 14), (1 << 15, 1 << 15)),
     ("gelu_tanh", 2): ((1 << 15, 1 << 15), (1 << 12, 1 << 14), (1 << 15, 1 << 15)),

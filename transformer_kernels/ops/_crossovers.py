@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
-from torch.nn.functional import scaled_dot_product_attention
 
 from transformer_kernels.backends.dispatch import requested
 from transformer_kernels.ops import _crossover_table
-from transformer_kernels.ops._crossover_table import NEVER, TABLE
+from transformer_kernels.ops._crossover_table import NEVER, TABLE, Limit
 from transformer_kernels.ops._dropout import compiled
-from transformer_kernels.ops._plan import dispatch_modes, is_jit_tracing
+from transformer_kernels.ops._plan import any_autocast, dispatch_modes, is_jit_tracing
 
 TABLE_FILE = _crossover_table.__file__
 LEVELS = {"avx512": "avx512", "avx512_bf16": "avx512", "amx": "amx"}
@@ -26,18 +26,24 @@ def level() -> str:
     return "avx2" if module is None else LEVELS.get(module.instruction_set(), "avx2")
 
 
-def crossover(name: str, itemsize: int) -> tuple[int, int]:
-    """Elements from which our kernel is the faster one, forward alone and with gradients; 0 without an entry."""
-    return TABLE[level()].get((name, itemsize), (0, 0))
+def crossover(name: str, itemsize: int, column: str | None = None) -> tuple[Limit, Limit]:
+    """The sizes that are PyTorch's, forward alone and with gradients; none without an entry."""
+    return TABLE[column or level()].get((name, itemsize), (0, 0))
 
 
 def described(name: str, x: Tensor) -> str | None:
-    """Which calls `patch` and `accelerate` leave to PyTorch in "auto" on a CPU, for `explain`."""
+    """Which calls on a CPU "auto" leaves to PyTorch, for `explain`."""
     forward, training = crossover(name, x.dtype.itemsize)
     if not x.is_cpu or (forward, training) == (0, 0):
         return None
-    sizes = ["of any size" if each == NEVER else f"of fewer than {each} elements" for each in (forward, training)]
-    return f"patch and accelerate leave calls {sizes[0]}, with gradients {sizes[1]}, to PyTorch ({level()})"
+    return f"auto leaves calls {_size(forward)}, with gradients {_size(training)}, to PyTorch ({level()})"
+
+
+def _size(limit: Limit) -> str:
+    first, end = limit if isinstance(limit, tuple) else (0, limit)
+    if end == NEVER:
+        return f"of {first} elements or more" if first else "of any size"
+    return f"of {first} to {end - 1} elements" if first else f"of fewer than {end} elements"
 
 
 def prefers_torch(
@@ -56,8 +62,34 @@ def prefers_torch(
             without gradients, and again with them, and both must draw the same numbers.
         column: of the table; that of the instruction set in use unless given.
     """
-    forward, training = TABLE[column or level()].get((name, itemsize), (0, 0))
-    return elements < (training if recorded or random else forward)
+    forward, training = crossover(name, itemsize, column)
+    limit = training if recorded or random else forward
+    return limit[0] <= elements < limit[1] if isinstance(limit, tuple) else elements < limit
+
+
+class Native(NamedTuple):
+    """PyTorch's own function for a call, and what decides whether it is the faster one."""
+
+    name: str  # in the table
+    elements: int
+    function: Callable[..., Any]  # of the arguments of the public function
+
+
+def native(found: Native | None, call: Any, values: Sequence[Any]) -> Callable[..., Any] | None:
+    """PyTorch's own function for calls of this layout in "auto", where it is exact and the faster one.
+
+    Only in inference (in training a recorded step would have other bits than an eager one), in float32 on a CPU,
+    without autocast, of tensors in one dtype, none of them empty, the first read in place.
+    """
+    x = call[0]
+    if found is None or torch.is_grad_enabled() or any_autocast():
+        return None
+    if not x.is_cpu or x.dtype is not torch.float32 or x is not values[0]:
+        return None
+    for each in values:
+        if isinstance(each, Tensor) and (each.dtype is not x.dtype or not each.numel()):
+            return None
+    return found.function if prefers_torch(found.name, found.elements, x.dtype.itemsize, recorded=False) else None
 
 
 def is_small(name: str, x: Tensor, elements: int, backend: str | None, random: bool = False) -> bool:
@@ -67,7 +99,7 @@ def is_small(name: str, x: Tensor, elements: int, backend: str | None, random: b
     """
     if random or torch.is_grad_enabled() or not is_automatic(x, backend):
         return False
-    return elements < crossover(name, x.dtype.itemsize)[0]
+    return prefers_torch(name, elements, x.dtype.itemsize, recorded=False)
 
 
 def is_automatic(x: Tensor, backend: str | None) -> bool:
@@ -75,21 +107,3 @@ def is_automatic(x: Tensor, backend: str | None) -> bool:
     if not x.is_cpu or is_compiling() or dispatch_modes() or is_jit_tracing():
         return False
     return requested(backend) == "auto"
-
-
-def small_attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, causal: bool, scale: float | None, backend: str | None
-) -> Tensor | None:
-    """PyTorch's attention where it is the faster one and means the same; None for all other calls.
-
-    Args:
-        q: (B, H, Lq, D). k, v: (B, Hk, Lk, D), Hk divides H. bias: broadcasts to (B, H, Lq, Lk).
-    """
-    queries, keys = q.shape[2], k.shape[2]
-    sees_all = queries == 1 or not causal
-    if not sees_all and (queries != keys or bias is not None):
-        return None
-    if not is_small("attention", q, math.prod(q.shape[:3]) * keys, backend):
-        return None
-    grouped = q.shape[1] != k.shape[1]
-    return scaled_dot_product_attention(q, k, v, bias, is_causal=not sees_all, scale=scale, enable_gqa=grouped)

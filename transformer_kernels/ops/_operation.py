@@ -8,7 +8,7 @@ registered with torch.library. The last costs several times the others, so it is
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any, get_type_hints
@@ -19,7 +19,7 @@ from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from transformer_kernels.backends import dispatch
+from transformer_kernels.backends import cpu, dispatch
 from transformer_kernels.ops import _crossovers, _plan
 from transformer_kernels.ops._plan import any_autocast, dispatch_modes, functorch_is_active, is_jit_tracing, items
 
@@ -105,6 +105,7 @@ class Operation:
             is to be differentiated again is an error.
         layout: what backends want of an incoming gradient.
         empty_gradients: call -> empty tensors laid out as the gradients are; contiguous ones unless given.
+        native: call -> PyTorch's own function that means the same, as `_crossovers.Native`, or None.
         check_when_run: call -> None, what a traced call could not check because its tensors had no values.
     """
 
@@ -134,13 +135,14 @@ class Operation:
         second_order: Callable[..., tuple[Tensor | None, ...]] | None = None,
         layout: Callable[[Tensor], Tensor] = Tensor.contiguous,
         empty_gradients: Callable[[Any], tuple[Tensor | None, ...]] | None = None,
+        native: Callable[[Any], _crossovers.Native | None] | None = None,
         check_when_run: Callable[[Any], None] | None = None,
     ) -> None:
         self.name, self.call, self.result, self.public = name, call, result, public
         self._all_outputs_if, self._other_grads = all_outputs_if, (None,) * (public - 1)
         self.kernels, self.adapt, self.second_order = kernels or name, adapt, second_order
         self.folder, self.prepare, self._options = f"{__package__}.{self.kernels}", prepare, options.split()
-        self.composed, self.by_pytorch, self.ahead = composed, by_pytorch, ahead
+        self.composed, self.by_pytorch, self.ahead, self.native = composed, by_pytorch, ahead, native
         self.fake, self.layout, self.check_when_run = fake, layout, check_when_run
         self.empty_gradients = empty_gradients or self._empty_gradients
         hints = get_type_hints(call)
@@ -169,38 +171,74 @@ class Operation:
         self._like = {fields.index(field): results.index(other) for field, other in (like or {}).items()}
         self.plans: _plan.Plans = {}  # by the layout of the arguments
         self.calls: _plan.Plans = {}  # by that of the call
+        self.recent: _plan.Plans = {}  # the last plan of calls whose first tensor has a shape
+        cpu.dependents.append(self.forget_plans)
         dispatch.OPERATIONS[name] = self
         self._register(types)
 
     def forget_plans(self) -> None:
         """Validate and dispatch the next call of each layout again."""
-        self.plans.clear()
-        self.calls.clear()
+        for plans in (self.plans, self.calls, self.recent):
+            plans.clear()
 
     def run(self, backend: str | None, *arguments: Any, **options: Any) -> Any:
         """The public outputs for the arguments of `prepare`: one tensor or a tuple of them."""
         if is_compiling():
             return self(self.prepared(arguments, options), backend)
         values = (*arguments, *options.values()) if options else arguments
-        layout = _plan.layout(backend, values)
-        plan = self.plans.get(layout)
-        if plan is None:
-            call = self.prepared(arguments, options)
-            public = self._public_of(arguments)
-            if layout is None or layout in self.plans or is_traced(call[0]):
-                return self(call, backend, public)
-            plan = self.planned(call, backend, public)
-            _plan.remember(self.plans, layout, plan, values, call)
-        else:
-            call = plan.call(values)
-            if plan.check is not None:
-                plan.check(call)
+        try:
+            plan = self.recent.get(arguments[0].shape)
+        except (AttributeError, RuntimeError):  # no tensor, or a nested one
+            plan = None
+        if plan is None or not plan.fits(backend, values):
+            layout = _plan.layout(backend, values)
+            plan = self.plans.get(layout)
+            if plan is None:
+                return self._first(backend, layout, arguments, options)
+            _plan.keep(self.recent, arguments[0].shape, plan)
+        if plan.native is not None:
+            return plan.native(*values)
+        call = plan.call(values)
+        if plan.check is not None:
+            plan.check(call)
         if plan.composed is not None:
             return self.computed(plan, call, backend)
         if plan.recorded:  # as in `computed`, without its call
             return _recorded(plan, call, *plan.inputs(call))
         outputs = plan.forward(call)
         return outputs if self.result is None else plan.outputs(outputs)
+
+    def _first(
+        self, backend: str | None, layout: Hashable, arguments: tuple[Any, ...], options: Mapping[str, Any]
+    ) -> Any:
+        """The public outputs of a call without a plan, which is made if its layout is new."""
+        given = values = (*arguments, *options.values())
+        if layout is not None:
+            values = _plan.apart(given)
+            arguments, options = values[: len(arguments)], dict(zip(options, values[len(arguments) :], strict=True))
+        call, public = self.prepared(arguments, options), self._public_of(arguments)
+        if layout is None or layout in self.plans or is_traced(call[0]):
+            return self(call, backend, public)
+        plan: Any = self._by_pytorch(call, backend, public, values)
+        if plan is not None:
+            plan.fits = _plan.guard(layout[0], given)  # type: ignore[index]
+            _plan.keep(self.plans, layout, plan)
+            return plan.native(*values)
+        plan = self.planned(call, backend, public)
+        plan.fits = _plan.guard(layout[0], given)  # type: ignore[index]
+        _plan.remember(self.plans, layout, plan, values, call)
+        return self.computed(plan, call, backend)
+
+    def _by_pytorch(
+        self, call: Any, backend: str | None, public: int, values: tuple[Any, ...]
+    ) -> _plan.ByPyTorch | None:
+        """The plan of calls that "auto" leaves to PyTorch's own function; None for all others."""
+        if self.native is None or dispatch.requested(backend) != "auto":
+            return None
+        if self._all_outputs_if is not None and public > 1:
+            return None
+        function = _crossovers.native(self.native(call), call, values)
+        return None if function is None else _plan.ByPyTorch(function)
 
     def _public_of(self, arguments: tuple[Any, ...]) -> int:
         """How many outputs a call of the public function returns."""

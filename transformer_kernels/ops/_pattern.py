@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from transformer_kernels.ops._crossovers import crossover
+from transformer_kernels.ops._crossovers import prefers_torch
 
 FLOATING = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -195,8 +195,7 @@ def is_faster(match: Any, name: str, like: Any) -> bool:
     """Whether the kernel of a row of the table of crossovers is faster than PyTorch's, for the size of `like`."""
     if not match.is_auto or not like.is_cpu:
         return True
-    forward, training = crossover(name, like.dtype.itemsize)
-    return bool(match.size(*like.shape) >= (training if match.trains else forward))
+    return not prefers_torch(name, match.size(*like.shape), like.dtype.itemsize, recorded=match.trains)
 
 
 def result_dtype(match: Match, name: str) -> torch.dtype | None:

@@ -28,6 +28,7 @@ dispatch_modes = torch._C._len_torch_dispatch_stack
 functorch_is_active = torch._C._are_functorch_transforms_active
 any_autocast = torch._C._is_any_autocast_enabled
 is_jit_tracing = torch._C._is_tracing
+_grad_enabled = torch.is_grad_enabled
 _strided, _new = torch.strided, tuple.__new__
 
 
@@ -64,6 +65,60 @@ def layout(backend: str | None, values: Sequence[Any]) -> Hashable:
     except RuntimeError:  # a nested tensor has no shape
         return None
     return tuple(key)
+
+
+_is_nested = operator.attrgetter("is_nested")
+_Guards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)  # not public: see `guard`
+
+
+def guard(backend: str, values: Sequence[Any]) -> Callable[[str | None, Sequence[Any]], bool]:
+    """Whether a call has the layout of this one, in a third of the time of `layout`; false where that is unknown.
+
+    Dynamo's guards compare class, dispatch keys (modes, transforms, autocast and tracing change them), dtype, device,
+    sizes, strides and requires_grad of distinct tensors at once. They abort on a nested tensor.
+    """
+    first: dict[int, int] = {}  # of each tensor, by id
+    for i, value in enumerate(values):
+        if isinstance(value, Tensor):
+            first.setdefault(id(value), i)
+    tensors = list(first.values())
+    again = [(i, first[id(x)]) for i, x in enumerate(values) if isinstance(x, Tensor) and first[id(x)] != i]
+    compared = [(i, value) for i, value in enumerate(values) if type(value) in (float, tuple)]
+    others = [
+        i for i, value in enumerate(values) if not isinstance(value, Tensor) and type(value) not in (float, tuple)
+    ]
+    if _Guards is None or not tensors or any(values[i].is_nested for i in tensors):
+        return lambda backend, values: False
+    given, options = items(tensors), items(others)
+    check = _Guards(*given(values), dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    kept, recorded = options(values), _grad_enabled()
+
+    def fits(asked: str | None, values: Sequence[Any]) -> bool:
+        if (
+            (get_backend() if asked is None else asked) != backend
+            or _grad_enabled() is not recorded
+            or forward_ad._current_level >= 0
+            or any_autocast()  # whose dtype no key has
+        ):
+            return False
+        if not all(map(operator.is_, options(values), kept)):
+            return False
+        for i, expected in compared:
+            value = values[i]
+            if value is expected or (type(value) is float and value == expected):
+                continue
+            if type(value) is not tuple or repr(value) != repr(expected):
+                return False
+        for i, other in again:
+            if values[i] is not values[other]:
+                return False
+        found = given(values)
+        try:
+            return not any(map(_is_nested, found)) and check(*found)
+        except AttributeError:  # no tensor
+            return False
+
+    return fits
 
 
 def _autocast() -> tuple[tuple[bool, torch.dtype], ...]:
@@ -122,6 +177,14 @@ class Record:
         return True
 
 
+class ByPyTorch:
+    """The plan of calls that are PyTorch's own function of the arguments."""
+
+    def __init__(self, native: Callable[..., Any]) -> None:
+        self.native = native
+        self.fits: Callable[[str | None, Sequence[Any]], bool]
+
+
 class Plan:
     """What computes the calls of one layout, and what autograd saves of them.
 
@@ -134,12 +197,15 @@ class Plan:
         composed: the operation's `composed`, or None if the module `computes` these calls itself.
         recorded: whether autograd records the call.
         public, outputs: the number of results that are returned, and the function that selects them.
+        fits: whether arguments have this layout (`guard`).
         check: what is checked in every call, or None.
         call: the arguments -> the validated call, once the plan is remembered.
         inputs: the call -> its differentiable tensors, which autograd records.
         wanted: which of the differentiable fields' gradients are wanted.
         returned: (*gradients, None) -> what backward returns: None for plan and call, and the gradient of each input.
     """
+
+    native = None
 
     def __init__(self, operation: Any, call: Any, module: Any, recorded: bool, public: int) -> None:
         self.module = module = bound(module, call)
@@ -149,6 +215,7 @@ class Plan:
         self.below: Any = getattr(module, "below", None)
         self.second_order: Any = getattr(module, "second_order", operation.second_order)
         self.composed = None if getattr(module, "computes", False) else operation.composed
+        self.fits: Callable[[str | None, Sequence[Any]], bool]
         self.operation, self.recorded, self.check = operation, recorded, operation.check_when_run
         self.public, self.outputs = public, operator.itemgetter(0 if public == 1 else slice(public))
         self.call: Callable[[tuple[Any, ...]], Any]
@@ -193,34 +260,48 @@ class Plan:
         return call, results[0] if operation.result is None else _new(operation.result, results)
 
 
-Plans = dict[Hashable, Plan | None]
+Plans = dict[Hashable, Any]
 """By layout; None where calls are not made of their arguments as they are."""
 
 
+def apart(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments, with a view in place of a tensor that is given again: fields of the call tell them apart."""
+    seen: set[int] = set()
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            value = value.view_as(value) if id(value) in seen else value
+            seen.add(id(value))
+        found.append(value)
+    return tuple(found)
+
+
 def remember(plans: Plans, layout: Hashable, plan: Plan, values: tuple[Any, ...], call: Any) -> None:
-    """Keep the plan of the call that was made of these arguments."""
+    """Keep the plan of the call that was made of these arguments, no tensor of which is given twice."""
     tensors = [(index, each) for index, each in enumerate(values) if isinstance(each, Tensor)]
     if not any(each.dtype in INDICES for _, each in tensors):
         plan.check = None
     given = {id(each): (index, each) for index, each in tensors}
     record = Record(call)
     plan.call = record.make
-    found = len(given) == len(tensors) and record.find(given)  # none of them is given twice
-    keep(plans, layout, plan if found else None)
+    keep(plans, layout, plan if record.find(given) else None)
 
 
-def keep(plans: Plans, layout: Hashable, plan: Plan | None) -> None:
-    """Keep a plan, and at most MOST_PLANS of them."""
+def keep(plans: dict[Any, Any], layout: Hashable, plan: Any) -> None:
+    """Keep a plan, or what else is known of calls of a layout, and at most MOST_PLANS of them."""
     if len(plans) >= MOST_PLANS:
         plans.clear()
     plans[layout] = plan
 
 
-def items(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """The function that picks the items at these indices from a sequence."""
+def items(indices: Sequence[int]) -> Callable[[Any], tuple[Any, ...]]:
+    """The function that picks the items at these indices from a tuple."""
     if len(indices) > 1:
         return operator.itemgetter(*indices)
-    return lambda values: tuple(values[i] for i in indices)
+    if not indices:
+        return operator.itemgetter(slice(0, 0))
+    index = indices[0]
+    return operator.itemgetter(slice(index, index + 1 or None))
 
 
 def attributes(record: Any, names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:

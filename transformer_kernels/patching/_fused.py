@@ -35,7 +35,6 @@ def add_norm(
 ) -> tuple[Tensor, Tensor]:
     """(norm(s), s) with s = dropout(branch) + stream."""
     rate = dropout.p if dropout is not None and dropout.training else 0.0
-    fused = fused and not is_small("add_layer_norm", branch, branch.numel(), backend, random=rate > 0.0)
     fused = fused and is_plain(norm, nn.LayerNorm) and norm.weight is not None and norm.weight.dim() == 1
     if not fused or not (dropout is None or is_plain(dropout, nn.Dropout)):
         summed = dropped(branch, dropout) + stream

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from transformer_kernels import ops
-from transformer_kernels.ops._crossovers import is_small
 from transformer_kernels.patching._forms import fingerprint, forward_fingerprint, table_layout
 from transformer_kernels.patching._fused import activated, add_norm, gelu_kind
 from transformer_kernels.patching._products import adopt_linear_layers
@@ -36,6 +35,7 @@ class RMSNorm(Mixin):
     """weight * normed(x).to(dtype): the result has the wider dtype of input and weight (Llama)."""
 
     operation = "rms_norm"
+    small_below = 1 << 14
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return rms_norm_of(self, hidden_states, self.backend)
@@ -69,6 +69,7 @@ class RoundedRMSNorm(Mixin):
     """(weight * normed(x)).to(dtype), rounded once (OLMo 2, gpt-oss, Helium)."""
 
     operation = "rms_norm"
+    small_below = 1 << 12
 
     def scale(self, x: Tensor) -> Tensor:
         """The factor of normalised rows of x."""
@@ -81,6 +82,7 @@ class RoundedRMSNorm(Mixin):
 class ShiftedRMSNorm(RoundedRMSNorm):
     """((1 + weight) * normed(x)).to(dtype) (Gemma)."""
 
+    small_below = 1 << 14
     forward = RoundedRMSNorm.forward
 
     def scale(self, x: Tensor) -> Tensor:
@@ -122,9 +124,7 @@ class DecoderLayer(Mixin):
         """(norm(s), s) with s = stream + attended."""
         if is_plain(norm, nn.LayerNorm):
             return add_norm(attended, stream, None, norm, self.backend)
-        scale = None
-        if not is_small("add_rms_norm", attended, attended.numel(), self.backend) and attended.dtype is stream.dtype:
-            scale = _scale_of(norm, attended)
+        scale = _scale_of(norm, attended) if attended.dtype is stream.dtype else None
         if scale is None:
             summed = stream + attended
             return norm(summed), summed
@@ -159,6 +159,7 @@ class GatedMLP(Mixin):
     """down(act(gate(x)) * up(x)) of a SiLU or GELU."""
 
     operation = "swiglu or geglu"
+    small_below = 1 << 15
 
     def forward(self, x: Tensor) -> Tensor:
         gate = gate_of(self.act_fn)
@@ -171,6 +172,7 @@ class PackedGatedMLP(Mixin):
     """down(up * act(gate)) of a SiLU or GELU, gate and up from one projection (Phi-3, GLM)."""
 
     operation = "swiglu or geglu"
+    small_below = 1 << 17
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         gate = gate_of(self.activation_fn)
@@ -183,6 +185,7 @@ class T5GatedMLP(Mixin):
     """wo(dropout(gelu(wi_0(x)) * wi_1(x)))."""
 
     operation = "geglu"
+    small_below = 1 << 15
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         gate = gate_of(self.act)
@@ -244,6 +247,7 @@ class RotaryAttention(ByBackend):
     """The original forward, in which `rotary` replaces `apply_rotary_pos_emb`, and with it our attention function."""
 
     operation = "rotary, attention"
+    small_below = 1 << 17
     forward = ByBackend.forward
 
     @staticmethod

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import types
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,35 +16,9 @@ import torch
 from torch import nn
 
 from transformer_kernels.backends.dispatch import BACKENDS, requested
-from transformer_kernels.ops._crossovers import crossover, is_automatic
+from transformer_kernels.ops._crossovers import is_automatic, prefers_torch
 from transformer_kernels.ops._foreign import UNPATCH, are_plain
 from transformer_kernels.patching._guard import guarded
-
-FEWEST: dict[str, int | str] = {
-    "Activation": 1 << 10,
-    "BertEmbeddings": 1 << 8,
-    "DistilBertEmbeddings": 1 << 8,
-    "GELU": "gelu",
-    "GELUActivation": "gelu",
-    "GELUTanh": "gelu_tanh",
-    "GatedMLP": 1 << 15,
-    "LayerNorm": "layer_norm",
-    "RMSNorm": 1 << 14,
-    "PackedGatedMLP": 1 << 17,
-    "RobertaEmbeddings": 1 << 8,
-    "RotaryAttention": 1 << 17,
-    "RoundedRMSNorm": 1 << 12,
-    "ShiftedRMSNorm": 1 << 14,
-    "Softmax": "softmax",
-    "T5GatedMLP": 1 << 15,
-    "T5Norm": 1 << 14,
-}
-"""Elements of the first argument from which a patched module is faster in inference on a CPU than the original one.
-
-By the name of the original class or of what replaces it; in int64 tokens for embeddings. A module that is one operator
-of PyTorch has the crossover of that operation. The others were measured by `python -m benchmarks.patched --modules`, in
-float32 with AVX2.
-"""
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -72,6 +47,10 @@ class Mixin(nn.Module):
     """The changed behaviour of a patched module of transformers; submodules are those of the original class."""
 
     operation: str
+    small_below: int | str = 0
+    """Elements of the first argument, tokens for embeddings, below which inference on a CPU is the original forward's;
+    or the operation whose crossover it is. 0 where the operations of the forward decide themselves. Measured by
+    `python -m benchmarks.patched --modules`, in float32."""
     backend: str | None
     guards_itself = False
     """Whether its methods are right for any tensors and under any transform, so that `guarded` is not needed."""
@@ -123,8 +102,8 @@ def patched_class(mixin: Any, original: Any) -> type[nn.Module]:
             content[name] = _with_signature(method, before)
         else:
             content[name] = _with_signature(guarded(method, getattr(mixin, f"original_{name}", before)), before)
-    if fewest := FEWEST.get(original.__name__, FEWEST.get(mixin.__name__)):
-        content["forward"] = _left_if_small(content.get("forward") or mixin.forward, original.forward, fewest)
+    if mixin.small_below:
+        content["forward"] = _left_if_small(content.get("forward") or mixin.forward, original.forward, mixin)
     return cast(Any, type(original.__name__, bases, content))
 
 
@@ -155,24 +134,34 @@ def with_global(function: Any, name: str, value: Any) -> Any:
     return copied
 
 
-def _left_if_small(ours: Any, original: Any, fewest: int | str) -> Any:
-    """The patched forward, or the original one for inference below `fewest` elements that drops none of them."""
+def _left_if_small(ours: Any, original: Any, mixin: Any) -> Any:
+    """The patched forward, or the original one for inference on a CPU below `mixin.small_below` elements.
+
+    Not where a dropout draws random numbers: activation checkpointing repeats such a call with gradients.
+    """
+    below, tensors = mixin.small_below, getattr(mixin, "small_tensors", None)
+    as_before = getattr(mixin, "as_before", None)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() and not (self.training or any(map(_trains, self._modules.values()))):
+        if not (torch.is_grad_enabled() or self.training):
             x = args[0] if args else next(iter(kwargs.values()), None)
-            if isinstance(x, torch.Tensor) and is_automatic(x, self.backend):
-                limit = fewest if isinstance(fewest, int) else crossover(fewest, x.dtype.itemsize)[0]
-                if x.numel() < limit:
-                    return original(self, *args, **kwargs)
+            if isinstance(x, torch.Tensor) and is_automatic(x, self.backend) and _is_below(below, x):
+                others = () if tensors is None else (*args[tensors:], *kwargs.values())
+                if not (any(map(_trains, filter(None, self._modules.values()))) or any(map(torch.is_tensor, others))):
+                    return original(self, *args, **kwargs) if as_before is None else as_before(self, args, kwargs)
         return ours(self, *args, **kwargs)
 
     forward.__doc__, forward.__signature__ = original.__doc__, inspect.signature(original)  # type: ignore[attr-defined]
     return forward
 
 
-def _trains(module: nn.Module | None) -> bool:
-    return module is not None and module.training
+def _is_below(limit: int | str, x: torch.Tensor) -> bool:
+    if isinstance(limit, int):
+        return x.numel() < limit
+    return prefers_torch(limit, x.numel(), x.dtype.itemsize, recorded=False)
+
+
+_trains = operator.attrgetter("training")
 
 
 def swap(module: Any, mixin: type, backend: str | None) -> None:
@@ -222,6 +211,7 @@ class MovedDropout(nn.Dropout):
     """Dropout that the enclosing block applies, in one pass with the residual addition and the LayerNorm."""
 
     guards_itself = True
+    small_below = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x

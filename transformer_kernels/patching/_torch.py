@@ -9,14 +9,15 @@ from torch import Tensor, nn
 from transformer_kernels import nn as ours
 from transformer_kernels.patching._fused import activated, add_norm, dropped
 from transformer_kernels.patching._rotary import rms_norm_of
+from transformer_kernels.patching._swap import is_plain
 
 
 class LayerNorm(ours.LayerNorm):
-    operation = "layer_norm"
+    operation = small_below = "layer_norm"
 
 
 class RMSNorm(nn.RMSNorm):
-    operation = "rms_norm"
+    operation = small_below = "rms_norm"
     backend: str | None
 
     @staticmethod
@@ -28,11 +29,11 @@ class RMSNorm(nn.RMSNorm):
 
 
 class GELU(ours.GELU):
-    operation = "gelu"
+    operation = small_below = "gelu"
 
 
 class Softmax(ours.Softmax):
-    operation = "softmax"
+    operation = small_below = "softmax"
 
     @staticmethod
     def refuses(module: Any) -> str | None:
@@ -41,6 +42,8 @@ class Softmax(ours.Softmax):
 
 class MultiHeadAttention(ours.MultiHeadAttention):
     operation = "attention"
+    small_below = 1 << 17
+    small_tensors = 3  # with a mask, rows that see no key have another result
 
     @staticmethod
     def refuses(module: Any) -> str | None:
@@ -60,9 +63,26 @@ class MultiHeadAttention(ours.MultiHeadAttention):
     def _release(self) -> None:
         self._qkv_same_embed_dim = True
 
+    def as_before(self, args: Any, kwargs: Any) -> Any:
+        """The original forward, its fused path included."""
+        return _with_fused_path(self, nn.MultiheadAttention.forward, self, args, kwargs)
+
+
+def _with_fused_path(attention: Any, forward: Any, module: Any, args: Any, kwargs: Any) -> Any:
+    """A forward of torch that may use the fused inference path, which `_adopt` closes for other callers."""
+    state = vars(attention)
+    closed = state.get("_qkv_same_embed_dim", True)
+    state["_qkv_same_embed_dim"] = True
+    try:
+        return forward(module, *args, **kwargs)
+    finally:
+        state["_qkv_same_embed_dim"] = closed
+
 
 class TransformerEncoder(nn.TransformerEncoder):
     """torch's encoder, except that it never passes nested tensors to its layers."""
+
+    small_below = 0
 
     def _adopt(self) -> None:
         self._nested_before, self.use_nested_tensor = self.use_nested_tensor, False
@@ -76,7 +96,16 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
     """Self-attention and a feed-forward network, each fused with its dropout, residual addition and LayerNorm."""
 
     operation = "add_layer_norm and linear"
+    small_below = 1 << 17
+    small_tensors = 1
     backend: str | None
+
+    def as_before(self, args: Any, kwargs: Any) -> Any:
+        """The original forward, its fused path included."""
+        attention, forward = self.self_attn, nn.TransformerEncoderLayer.forward
+        if isinstance(attention, MultiHeadAttention) and is_plain(attention, nn.MultiheadAttention):
+            return _with_fused_path(attention, forward, self, args, kwargs)
+        return forward(self, *args, **kwargs)
 
     def forward(
         self,
@@ -93,6 +122,8 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
     """Self-attention, cross-attention and a feed-forward network, fused as in the encoder's layer."""
 
     operation = "add_layer_norm and linear"
+    small_below = 1 << 17
+    small_tensors = 2
     backend: str | None
 
     def forward(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from transformer_kernels import ops
 from transformer_kernels.backends.dispatch import unavailable
-from transformer_kernels.ops._crossovers import TABLE, prefers_torch
+from transformer_kernels.ops._crossovers import prefers_torch
 from transformer_kernels.ops._foreign import rejected
 from transformer_kernels.ops.embedding._padding import without_gradient
 from transformer_kernels.patching._products import linear_is_ours
@@ -26,7 +26,7 @@ REDUCTIONS = ("none", "mean", "sum")
 """By the number that torch's functions pass on."""
 
 AUTOCAST = "autocast chooses the dtype of its result"
-SMALL = "below the size from which our kernel is the faster one"
+FASTER = "PyTorch computes calls of this size in less time"
 
 
 EPS_IS_WIDE = bool(torch.ops.aten.rms_norm(torch.full((1,), 1e-3, dtype=torch.bfloat16, device="cpu"), [1]) > 0.5)
@@ -36,16 +36,6 @@ EPS_IS_WIDE = bool(torch.ops.aten.rms_norm(torch.full((1,), 1e-3, dtype=torch.bf
 def default_eps(dtype: torch.dtype) -> float:
     """The eps of torch.nn.functional.rms_norm without one, for rows of this dtype."""
     return torch.finfo(torch.promote_types(dtype, torch.float32) if EPS_IS_WIDE else dtype).eps
-
-
-def _fewest(operation: str) -> int:
-    """The least crossover of any instruction set."""
-    names = (operation, "gelu_tanh") if operation == "gelu" else (operation,)
-    return min(min(limits) for entries in TABLE.values() for (name, _), limits in entries.items() if name in names)
-
-
-FEWEST = {name: _fewest(name) for name, _ in TABLE["avx2"]} | {"attention": 0, "linear": 1 << 11}
-"""Elements of the first argument below which a call is left before anything else is looked at."""
 
 
 def is_autocast(x: Tensor) -> bool:
@@ -77,7 +67,7 @@ def refusal(
         return "no backend for CUDA tensors is available" if missing else None
     recorded = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors)
     if prefers_torch(name, elements, dtype.itemsize, recorded=recorded, random=random):
-        return SMALL
+        return FASTER
     return "the CPU kernels are not available" if unavailable("cpu", device) is not None else None
 
 

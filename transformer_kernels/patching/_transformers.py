@@ -23,10 +23,21 @@ class Activation(Mixin):
     """A GELU of transformers.activations."""
 
     operation = "gelu"
+    small_below = 1 << 10
 
     def forward(self, x: Tensor) -> Tensor:
         approximate = _fused.GELU_CLASSES[_fused.class_path(self)]
         return ops.gelu(x, approximate=approximate, backend=self.backend)
+
+
+class ExactActivation(Activation):
+    small_below = "gelu"
+    forward = Activation.forward
+
+
+class TanhActivation(Activation):
+    small_below = "gelu_tanh"
+    forward = Activation.forward
 
 
 class ResidualNorm(Mixin):
@@ -67,6 +78,7 @@ class _Embeddings(Mixin):
     """Token + position + segment, LayerNorm, dropout."""
 
     operation = "embedding"
+    small_below = 1 << 8
 
     def _is_plain(self) -> bool:
         tables = [self.word_embeddings, self.position_embeddings, getattr(self, "token_type_embeddings", None)]
@@ -300,6 +312,8 @@ T5 = "transformers.models.t5.modeling_t5.T5"
 
 REPLACEMENTS: dict[str, type] = {
     **dict.fromkeys(_fused.GELU_CLASSES, Activation),
+    "transformers.activations.GELUActivation": ExactActivation,
+    "transformers.activations.GELUTanh": TanhActivation,
     **{f"{family}{name}": ResidualNorm for family in (BERT, ROBERTA) for name in ("SelfOutput", "Output")},
     **{f"{family}Intermediate": Intermediate for family in (BERT, ROBERTA)},
     f"{BERT}Layer": Layer,

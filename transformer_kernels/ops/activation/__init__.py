@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from transformer_kernels.ops import _checks, _operation
+from transformer_kernels.ops._crossovers import Native
 
 GELU_KINDS = {"none": "gelu", "tanh": "gelu_tanh"}
 """The kind of each `approximate`."""
@@ -69,7 +70,7 @@ def gelu(x: Tensor, *, approximate: str = "none", backend: str | None = None) ->
 
     Hendrycks, Gimpel, "Gaussian Error Linear Units", 2016, section 2.
     """
-    return GELU.run(backend, x, approximate=approximate)
+    return GELU.run(backend, x, approximate)
 
 
 def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str = "none", backend: str | None = None) -> Tensor:
@@ -279,7 +280,12 @@ def _operation_of(op: str, prepare: Callable[..., ActivationCall], **options: An
     )
 
 
-GELU = _operation_of("gelu", _prepare_gelu)
+def _native_gelu(call: ActivationCall) -> Native:
+    gelu = torch.nn.functional.gelu
+    return Native(call.kind, call.x.numel(), lambda x, approximate: gelu(x, approximate=approximate))
+
+
+GELU = _operation_of("gelu", _prepare_gelu, options="approximate", native=_native_gelu)
 BIAS_GELU = _operation_of("bias_gelu", _prepare_bias_gelu)
 BIAS_RELU = _operation_of(
     "bias_relu", _prepare_bias_relu, dropped=("x",), described=("bias",), kept=("",), like={"x": ""}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from transformer_kernels.ops import _checks, _operation
+from transformer_kernels.ops._crossovers import Native
 from transformer_kernels.ops._dropout import draw_seed
 from transformer_kernels.ops.attention._sinks import WithSinks
 from transformer_kernels.ops.attention._structure import hides, understood
@@ -233,6 +235,19 @@ def _empty_gradients(call: AttentionCall) -> tuple[Tensor | None, ...]:
     return like_output(call.q), like_output(call.k), like_output(call.v), dbias, dsinks
 
 
+def _native(call: AttentionCall) -> Native | None:
+    """SDPA where nothing happens to the scores, or causality without an offset does."""
+    q, k, scores = call.q, call.k, call.scores
+    queries, keys = q.shape[2], k.shape[2]
+    changed = scores.windowed or scores.softcap or any(isinstance(each, Tensor) for each in scores)
+    sees_all = queries == 1 or not scores.causal
+    if changed or call.seed is not None or not (sees_all or queries == keys):
+        return None
+    options = {"is_causal": not sees_all, "scale": scores.scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    return Native("attention", math.prod(q.shape[:3]) * keys, lambda q, k, v, *_: sdpa(q, k, v, **options))
+
+
 OPERATION = _operation.Operation(
     OP,
     AttentionCall,
@@ -249,5 +264,6 @@ OPERATION = _operation.Operation(
     adapt=WithSinks,
     layout=last_axis_contiguous,
     empty_gradients=_empty_gradients,
+    native=_native,
     check_when_run=lambda call: check_when_run(call.scores, call.q.shape[2], call.k.shape[2]),
 )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from transformer_kernels.ops._crossovers import crossover
+from transformer_kernels.ops._crossovers import prefers_torch
 from transformer_kernels.ops._pattern import (
     HOLE,
     Call,
@@ -249,10 +249,10 @@ def _replace(match: Match) -> Replacement | str:
     fill = max((step.number for step in steps if step.kind == "fill"), default=-math.inf)
     if fill > LARGE and any(step.kind == "bias" for step in steps):
         return f"scores are filled with {fill} beside a bias"
-    forward, _ = crossover("attention", q.dtype.itemsize)
     elements = match.size(*q.shape[:-1], kt.shape[-1])
     scale = math.prod(step.number for step in steps if step.kind == "scale")
-    small = match.is_auto and not match.trains and elements < forward and q.is_cpu
+    small = match.is_auto and not match.trains and q.is_cpu
+    small = small and prefers_torch("attention", elements, q.dtype.itemsize, recorded=False)
     fused = Fused(tuple(steps), scale, match.dtype, small, fill, heads)
     values: tuple[Any, ...] = (bound["q"], bound["kt"], bound["v"], bound.get("p", 0.0))
     if masks:

@@ -57,7 +57,7 @@ def linear(
 
     Vaswani et al., "Attention Is All You Need", 2017, equation 2.
     """
-    return OPERATION.run(backend, x, weight, bias, activation=activation)
+    return OPERATION.run(backend, x, weight, bias, activation)
 
 
 def prepare(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = None) -> LinearCall:
@@ -106,6 +106,7 @@ OPERATION = _operation.Operation(
     OP,
     LinearCall,
     prepare=prepare,
+    options="activation",
     result=LinearResult,
     fake=_fake,
     differentiable=("x", "weight", "bias"),

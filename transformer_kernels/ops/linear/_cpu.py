@@ -6,7 +6,6 @@ weight_gradient.cpp.
 
 from __future__ import annotations
 
-import functools
 from functools import cached_property
 from typing import Any
 
@@ -63,7 +62,6 @@ def _limit(x: Tensor, products: str) -> int:
     return largest
 
 
-@functools.cache
 def processor(kernels: Any) -> str:
     """The name in LIMITS of this processor at the instruction set that the kernels use; "" is any other."""
     level = kernels.instruction_set()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from transformer_kernels.ops import _checks, _operation
+from transformer_kernels.ops._crossovers import Native
 from transformer_kernels.ops._dropout import draw_seed
 
 
@@ -81,7 +82,7 @@ def layer_norm(
 
     Ba, Kiros, Hinton, "Layer Normalization", 2016, equation 4.
     """
-    return LAYER_NORM.run(backend, x, weight, bias, eps=eps)
+    return LAYER_NORM.run(backend, x, weight, bias, eps)
 
 
 @_checks.spelled_unlike_torch("F.rms_norm(x, (n,), weight, eps)", "rms_norm(x, weight, eps=eps), over the last axis")
@@ -106,7 +107,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-5, backend: str | Non
 
     Zhang, Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4.
     """
-    return RMS_NORM.run(backend, x, weight, eps=eps)
+    return RMS_NORM.run(backend, x, weight, eps)
 
 
 def add_layer_norm(
@@ -145,7 +146,7 @@ def add_layer_norm(
 
     Ba, Kiros, Hinton, "Layer Normalization", 2016, equation 4; Srivastava et al., "Dropout", 2014, section 4.
     """
-    return ADD_LAYER_NORM.run(backend, x, residual, weight, bias, eps=eps, dropout_p=dropout_p)
+    return ADD_LAYER_NORM.run(backend, x, residual, weight, bias, eps, dropout_p)
 
 
 def add_rms_norm(
@@ -180,7 +181,7 @@ def add_rms_norm(
     Zhang, Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4; Srivastava et al., "Dropout", 2014,
     section 4.
     """
-    return ADD_RMS_NORM.run(backend, x, residual, weight, eps=eps, dropout_p=dropout_p)
+    return ADD_RMS_NORM.run(backend, x, residual, weight, eps, dropout_p)
 
 
 def _prepare(
@@ -255,6 +256,35 @@ def _second_order(
     return _operation.differentiated(y, (call.x, None, call.weight, call.bias), grads[0], wanted)
 
 
+def _native(call: NormCall) -> Native | None:
+    x, shape = call.x, call.weight.shape
+    if call.seed is not None:
+        return None
+    added, elements = call.residual is not None, x.numel()
+    if call.centred:
+        norm = torch.layer_norm
+        if not added:
+            return Native("layer_norm", elements, lambda x, weight, bias, eps: norm(x, shape, weight, bias, eps))
+        return Native("add_layer_norm", elements, partial(_add_layer_norm, shape))
+    if not added:
+        return Native("rms_norm", elements, lambda x, weight, eps: torch.rms_norm(x, shape, weight, eps))
+    return Native("add_rms_norm", elements, partial(_add_rms_norm, shape))
+
+
+def _add_layer_norm(
+    shape: torch.Size, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dropout_p: float
+) -> tuple[Tensor, Tensor]:
+    summed = x + residual
+    return torch.layer_norm(summed, shape, weight, bias, eps), summed
+
+
+def _add_rms_norm(
+    shape: torch.Size, x: Tensor, residual: Tensor, weight: Tensor, eps: float, dropout_p: float
+) -> tuple[Tensor, Tensor]:
+    summed = x + residual
+    return torch.rms_norm(summed, shape, weight, eps), summed
+
+
 def _fake(call: NormCall) -> NormResult:
     x = call.x
     rstd = x.new_empty((math.prod(x.shape[:-1]),), dtype=torch.promote_types(x.dtype, torch.float32))
@@ -268,6 +298,7 @@ def _operation_of(op: str, prepare: Callable[..., NormCall], *, centred: bool, a
         op,
         NormCall,
         prepare=partial(prepare, op, centred) if centred else partial(prepare, op, centred, bias=None),
+        options="eps dropout_p" if added else "eps",
         kernels="norm",
         result=NormResult,
         public=2 if added else 1,
@@ -277,6 +308,7 @@ def _operation_of(op: str, prepare: Callable[..., NormCall], *, centred: bool, a
         kept=("summed", *statistics) if added else statistics,
         like={"x": "summed", "residual": "summed"} if added else None,
         second_order=None if added else _second_order,
+        native=_native,
     )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from transformer_kernels.ops import _checks, _operation
+from transformer_kernels.ops._crossovers import Native
 
 OP = "softmax"
 
@@ -49,7 +50,7 @@ def softmax(
 
     Milakov, Gimelshein, "Online normalizer calculation for softmax", 2018, algorithm 3.
     """
-    return OPERATION.run(backend, x, mask=mask, causal=causal, scale=scale)
+    return OPERATION.run(backend, x, mask, causal, scale)
 
 
 def prepare(x: Tensor, *, mask: Tensor | None = None, causal: bool = False, scale: float = 1.0) -> SoftmaxCall:
@@ -86,14 +87,22 @@ def _second_order(
     return ((p * (dy - (dy * p).sum(dim=-1, keepdim=True)) * call.scale).to(y.dtype),)
 
 
+def _native(call: SoftmaxCall) -> Native | None:
+    if call.mask is not None or call.causal or call.scale != 1.0:
+        return None
+    return Native("softmax", call.x.numel(), lambda x, mask, causal, scale: torch.softmax(x, -1))
+
+
 OPERATION = _operation.Operation(
     OP,
     SoftmaxCall,
     prepare=prepare,
+    options="mask causal scale",
     fake=lambda call: torch.empty_like(call.x),
     differentiable=("x",),
     dropped=("x", "mask"),
     kept=("",),
     like={"x": ""},
     second_order=_second_order,
+    native=_native,
 )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from transformer_kernels import ops
 from transformer_kernels.backends import cpu
-from transformer_kernels.ops._crossovers import crossover
+from transformer_kernels.ops._crossovers import prefers_torch
 from transformer_kernels.ops._dropout import LEAST_DROPPED, has_dropout_kernel
 from transformer_kernels.ops._dropout import dropout as dropout_kernel
 from transformer_kernels.ops._pattern import Call, Input, Match, Number, Option, Pattern, Replacement
@@ -133,8 +133,8 @@ def _attention(match: Match) -> Replacement | str:
     names = ("q", "k", "v", "mask", "p", "causal")
     options = {"scale": bound["scale"], "enable_gqa": bound["grouped"]}
     if match.is_auto and q.is_cpu:
-        forward, training = crossover("attention", q.dtype.itemsize)
-        if match.size(*q.shape[:3], k.shape[2]) < (training if match.trains else forward):
+        scores = match.size(*q.shape[:3], k.shape[2])
+        if prefers_torch("attention", scores, q.dtype.itemsize, recorded=match.trains):
             return FASTER
     return Replacement(attention, tuple(bound[name] for name in names), options)
 
@@ -154,10 +154,9 @@ def _cross_entropy(match: Match) -> Replacement | str:
     bound, x = match.bound, match.fake("x")
     if not match.has_kernel(x.dtype) or bound["reduction"] not in calls.REDUCTIONS:
         return "its dtype has no kernel"
-    if match.is_auto and x.is_cpu:
-        forward, training = crossover("cross_entropy", x.dtype.itemsize)
-        if match.size(*x.shape) < (training if match.trains else forward):
-            return FASTER
+    size = match.size(*x.shape)
+    if match.is_auto and x.is_cpu and prefers_torch("cross_entropy", size, x.dtype.itemsize, recorded=match.trains):
+        return FASTER
     names = ("x", "target", "weight", "ignored", "reduction", "smoothing")
     return Replacement(cross_entropy, tuple(bound[name] for name in names))
 
