@@ -247,3 +247,13 @@ def test_the_choice_is_a_function_of_its_arguments(column, recorded):
                 for each in (False, True)
             ]
             assert drawn[0] == drawn[1]
+
+
+@pytest.mark.parametrize("scale", [-0.5, 0.0, 0.3])
+@pytest.mark.parametrize("causal", [False, True])
+def test_small_attention_by_pytorch_is_finite_for_every_scale(scale, causal):
+    """On a CPU SDPA multiplies the -inf of hidden scores by the scale."""
+    q, k, v = torch.randn(3, 1, 2, 4, 8).unbind()
+    with torch.no_grad():
+        found = tk.attention(q, k, v, causal=causal, scale=scale)
+        torch.testing.assert_close(found, tk.attention(q, k, v, causal=causal, scale=scale, backend="torch"))

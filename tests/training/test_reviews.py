@@ -77,7 +77,7 @@ def test_missing_data_tells_where_it_is_from(tmp_path):
 
 
 def test_a_file_needs_a_test_file_beside_it(imdb_config):
-    with pytest.raises(ValueError, match="is a file, .*: give a file of test reviews as --test-data"):
+    with pytest.raises(ValueError, match=r"is a file, .*: give a file of test reviews as --test-data"):
         load_part(imdb_config(test_data=""), "test")
 
 

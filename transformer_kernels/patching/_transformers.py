@@ -23,7 +23,7 @@ class Activation(Mixin):
     """A GELU of transformers.activations."""
 
     operation = "gelu"
-    small_below = 1 << 10
+    small_below: int | str = 1 << 10
 
     def forward(self, x: Tensor) -> Tensor:
         approximate = _fused.GELU_CLASSES[_fused.class_path(self)]

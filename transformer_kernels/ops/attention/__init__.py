@@ -236,14 +236,17 @@ def _empty_gradients(call: AttentionCall) -> tuple[Tensor | None, ...]:
 
 
 def _native(call: AttentionCall) -> Native | None:
-    """SDPA where nothing happens to the scores, or causality without an offset does."""
+    """SDPA where nothing happens to the scores, or causality without an offset does.
+
+    On the CPU it multiplies the -inf of hidden scores by the scale: NaN unless that is positive.
+    """
     q, k, scores = call.q, call.k, call.scores
     queries, keys = q.shape[2], k.shape[2]
     changed = scores.windowed or scores.softcap or any(isinstance(each, Tensor) for each in scores)
     sees_all = queries == 1 or not scores.causal
-    if changed or call.seed is not None or not (sees_all or queries == keys):
+    if changed or call.seed is not None or not (sees_all or (queries == keys and scores.scale > 0.0)):
         return None
-    options = {"is_causal": not sees_all, "scale": scores.scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    options: dict[str, Any] = {"is_causal": not sees_all, "scale": scores.scale, "enable_gqa": q.shape[1] != k.shape[1]}
     sdpa = torch.nn.functional.scaled_dot_product_attention
     return Native("attention", math.prod(q.shape[:3]) * keys, lambda q, k, v, *_: sdpa(q, k, v, **options))
 
