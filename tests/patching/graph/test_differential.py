@@ -8,10 +8,16 @@ must be matched.
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.support.handwritten import Family
 from tests.support.handwritten.catalogue import FAMILIES, OPEN
 from tests.support.handwritten.compare import AUTOCAST, EVALUATED, EXACT, SINGLE, Mode, failures
+from transformer_kernels.backends import cpu
+
+pytestmark = pytest.mark.skipif(
+    cpu.unavailable(torch.device("cpu")) is not None, reason="without the CPU kernels the other backend would be tested"
+)
 
 MODES = {"float64": EXACT, "no_grad": EVALUATED, "float32": SINGLE, "autocast": AUTOCAST}
 
