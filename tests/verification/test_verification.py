@@ -120,6 +120,18 @@ def test_auto_leaves_out_a_kernel_that_failed_with_one_warning(untrusted, plante
     assert tk.explain("gelu", x.float()).chosen == "cpu"
 
 
+def test_auto_goes_on_where_nothing_can_be_verified(untrusted, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.warns(UserWarning, match="gelu in float32: auto leaves out .* smoke cases could not be run"):
+        assert tk.explain("gelu", torch.randn(4, 64)).chosen == "torch"
+
+
+def test_verdicts_that_cannot_be_kept_count_for_this_process(untrusted, monkeypatch):
+    untrusted.parent.mkdir(exist_ok=True)
+    untrusted.write_text("a file in the way")
+    assert tk.explain("gelu", torch.randn(4, 64)).chosen == "cpu"
+
+
 def test_a_verdict_of_other_kernels_does_not_count(untrusted, monkeypatch):
     assert tk.explain("gelu", torch.randn(4, 64)).chosen == "cpu"
     trust.forget()

@@ -121,21 +121,23 @@ def distrusted(op: str, backend: str, call: Any) -> str | None:
 
 def _judge(op: str, backend: str, dtype: str, device: torch.device) -> str | None:
     found = [each for each in recorded(backend, device) if (each.op, each.dtype) == (op, dtype)]
+    reason = None
     if not found:
-        found = verification.verify(backend, device, verification.cases([op], [dtype]), SECONDS)
         try:
+            found = verification.verify(backend, device, verification.cases([op], [dtype]), SECONDS)
             store(backend, device, found)
-        except OSError as error:
-            warnings.warn(f"the verdicts of {backend} kernels cannot be kept: {error}", stacklevel=2)
-    bad = next((each for each in found if each.outcome in BAD), None)
-    if bad is None:
-        return None if found else f"its smoke cases had no result within {SECONDS:.0f} s"
-    reason = f"verification on this device: {bad.case}, {bad.direction}: {bad.outcome}: {bad.why}"
-    warnings.warn(
-        f"{op} in {dtype}: auto leaves out the {backend} kernel. {reason}. "
-        f"`transformer-kernels verify-device` repeats the check",
-        stacklevel=2,
-    )
+        except (OSError, RuntimeError) as error:  # no process can be started, or the cache cannot be written
+            reason = None if found else f"its smoke cases could not be run: {error}"
+    if not found and reason is None:
+        reason = f"its smoke cases had no result within {SECONDS:.0f} s"
+    if (bad := next((each for each in found if each.outcome in BAD), None)) is not None:
+        reason = f"verification on this device: {bad.case}, {bad.direction}: {bad.outcome}: {bad.why}"
+    if reason is not None:
+        warnings.warn(
+            f"{op} in {dtype}: auto leaves out the {backend} kernel. {reason}. "
+            f"`transformer-kernels verify-device` repeats the check",
+            stacklevel=2,
+        )
     return reason
 
 
