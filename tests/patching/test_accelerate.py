@@ -593,3 +593,11 @@ def test_functions_that_are_not_rerouted_cost_what_they_did() -> None:
     with tk.accelerate():
         assert functions == (torch.relu, torch.nn.functional.dropout, torch.Tensor.add)
         assert torch.overrides._get_current_function_mode_stack() == modes
+
+
+def test_a_call_with_fewer_arguments_than_one_that_was_left() -> None:
+    x, w = torch.randn(2, 3), torch.randn(3)
+    with tk.accelerate() as block:
+        for arguments in ((x, [3], w, None, 0.0), (x, [3]), (x, [3], w)):
+            torch.testing.assert_close(F.layer_norm(*arguments), torch.layer_norm(*arguments))
+    assert sum(row.calls for row in block.report().rows) == 3

@@ -91,11 +91,12 @@ def guard(backend: str, values: Sequence[Any]) -> Callable[[str | None, Sequence
         return lambda backend, values: False
     given, options = items(tensors), items(others)
     check = _Guards(*given(values), dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    kept, recorded = options(values), _grad_enabled()
+    kept, recorded, count = options(values), _grad_enabled(), len(values)
 
     def fits(asked: str | None, values: Sequence[Any]) -> bool:
         if (
-            (get_backend() if asked is None else asked) != backend
+            len(values) != count
+            or (get_backend() if asked is None else asked) != backend
             or _grad_enabled() is not recorded
             or forward_ad._current_level >= 0
             or any_autocast()  # whose dtype no key has
