@@ -14,8 +14,8 @@ from torch import Tensor
 
 from benchmarks.workloads import Workload
 from python_ref import ops as reference
+from transformer_kernels.verification import RELATIVE_RMS
 
-RELATIVE_RMS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 GRADIENT_FACTOR = 2.0
 LARGEST_FACTOR = 16.0
 """Limit of the largest element error, in units of the RMS limit and of the largest element."""

@@ -333,7 +333,7 @@ def describe(device: torch.device, folder: Path) -> None:
     """Write what the device and the versions are, once."""
     path = folder / ENVIRONMENT
     if not path.is_file():
-        path.write_text(json.dumps(environment.environment(device) | {"budget": 0, "steps": []}, indent=2) + "\n")
+        path.write_text(json.dumps(environment.environment(device), indent=2) + "\n")
 
 
 def broken_off(folder: Path) -> list[str]:

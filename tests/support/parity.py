@@ -38,8 +38,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import transformer_kernels as tk
 from python_ref import ops as reference
 from transformer_kernels.backends import dispatch
+from transformer_kernels.verification import RELATIVE_RMS
 
-RELATIVE_RMS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 PYTORCH_UNIT = {torch.float32: 2.0**-17}
 """The torch backend's unit of rounding in float32: PyTorch's fused attention has exponentials of 20 bits, its LayerNorm
 rounds x * rstd and mean * rstd separately. The RMS limit applies to it unchanged."""
