@@ -221,26 +221,31 @@ MUTANTS = [
     ),
     # CUDA, emulated
     Mutant(
-        "csrc/ops/softmax.cu",
+        "csrc/cuda/launchers/softmax.cu",
         "all_aligned<T>(n, gradient, output, result)",
         "all_aligned<T>(n, output, result)",
         f"{EVERY} -k 'gradient_of_any_layout and cuda-softmax'",
     ),
     Mutant(
-        "csrc/ops/attention.cu",
+        "csrc/cuda/launchers/attention.cu",
         "tensor.head * element_bytes % 16 == 0 && ",
         "",
         "tests/ops/test_attention_cuda.py -k begin_off_16_bytes",
     ),
     Mutant(
-        "csrc/ops/attention_forward_sm90.cuh",
+        "csrc/cuda/kernels/attention_forward_sm90.cuh",
         "barrier_wait(keys_full + stage, at.step / STAGES % 2);",
         "barrier_wait(keys_full + stage, at.step / STAGES > 0);",
         "tests/ops/test_attention_cuda.py -k fills_each_stage",
     ),
-    Mutant("csrc/ops/attention_forward_sm90.cuh", "fence_for_async();", "", "tests/ops/test_attention_cuda.py -k sm90"),
     Mutant(
-        "csrc/ops/attention_forward_sm90.cuh",
+        "csrc/cuda/kernels/attention_forward_sm90.cuh",
+        "fence_for_async();",
+        "",
+        "tests/ops/test_attention_cuda.py -k sm90",
+    ),
+    Mutant(
+        "csrc/cuda/kernels/attention_forward_sm90.cuh",
         "reinterpret_cast<const uint32_t*>(rows[half]) + first_key / 2;",
         "reinterpret_cast<const uint32_t*>(rows[half]);",
         "tests/ops/test_attention_cuda.py -k sm90_with_a_bias",
@@ -258,13 +263,13 @@ MUTANTS = [
         "tests/emulation/test_planted_bugs.py -k after_fence",
     ),
     Mutant(
-        "csrc/ops/cross_entropy_forward.cuh",
+        "csrc/cuda/kernels/cross_entropy_forward.cuh",
         "if (column + i < classes) distance += score;",
         "distance += score;",
         "tests/ops/test_row_kernels_cuda.py -k lies_between",
     ),
     Mutant(
-        "csrc/ops/cross_entropy_forward.cuh",
+        "csrc/cuda/kernels/cross_entropy_forward.cuh",
         "if (smoothing > 0.0f && column + i < classes) distance",
         "if (smoothing > 0.0f) distance",
         "tests/ops/test_row_kernels_cuda.py -k lies_between",

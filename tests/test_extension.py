@@ -139,9 +139,9 @@ def test_an_unknown_sanitizer(fresh):
 
 
 def test_the_hash_sees_names_and_contents(tmp_path):
-    (tmp_path / "ops").mkdir()
+    (tmp_path / "cuda").mkdir()
     (tmp_path / "emulation").mkdir()
-    source = tmp_path / "ops" / "a.cu"
+    source = tmp_path / "cuda" / "a.cu"
     source.write_text("one")
     first = _build.source_hash(tmp_path)
     (tmp_path / "README.md").write_text("prose")
@@ -150,7 +150,7 @@ def test_the_hash_sees_names_and_contents(tmp_path):
     assert _build.source_hash(tmp_path, emulated=True) != first
     source.write_text("two")
     changed = _build.source_hash(tmp_path)
-    source.rename(tmp_path / "ops" / "b.cu")
+    source.rename(tmp_path / "cuda" / "b.cu")
     assert len({first, changed, _build.source_hash(tmp_path)}) == 3
 
 
@@ -169,7 +169,7 @@ def included(sources: list[Path]) -> set[Path]:
 def test_the_hash_is_of_all_that_is_compiled(kind, monkeypatch):
     monkeypatch.setattr(_build, "_digest", lambda csrc, paths: {path.resolve() for path in paths})
     hashed = _build.cpu_source_hash() if kind == "cpu" else _build.source_hash(emulated=kind == "emulated")
-    own = {"cpu": ["cpu/**/*.cpp"], "gpu": ["*.c*", "ops/*.cu"], "emulated": ["*.c*", "ops/*.cu", "emulation/*.cpp"]}
+    own = {"cpu": ["cpu/**/*.cpp"], "gpu": ["cuda/**/*.c*"], "emulated": ["cuda/**/*.c*", "emulation/*.cpp"]}
     sources = [path for pattern in own[kind] for path in _build.CSRC.glob(pattern)]
     if kind == "gpu":  # headers of the emulation are behind a condition
         hashed |= set(_build.CSRC.glob("emulation/*"))
@@ -217,7 +217,8 @@ def test_the_code_for_sm_120_does_not_depend_on_whose_ptx_it_is_made_of(tmp_path
         target = tmp_path / f"{architectures}.cubin"
         flags = [f"-I{folder}" for folder in (*toolkit.include, sysconfig.get_paths()["include"])]
         flags += ["-std=c++17", "-O3", _build.gencode_flags(architectures)[0][-1]]
-        subprocess.run([toolkit.nvcc, *flags, "-cubin", _build.CSRC / "ops" / "gelu.cu", "-o", target], check=True)
+        source = _build.CSRC / "cuda" / "launchers" / "gelu.cu"
+        subprocess.run([toolkit.nvcc, *flags, "-cubin", source, "-o", target], check=True)
         codes.append(disassembled(target))
     assert len(codes[0]) == 24 and codes[0] == codes[1]
 
@@ -286,7 +287,7 @@ def test_threads_that_come_together_build_and_load_once(fresh):
 
 
 FAKE_SOURCES = {
-    "bindings.cpp": "const char* source_hash(); const char* used() { return source_hash(); }\n",
+    "module.cpp": "const char* source_hash(); const char* used() { return source_hash(); }\n",
     "build_info.cpp": "const char* source_hash() { return TK_SOURCE_HASH; }\n",
 }
 
@@ -294,9 +295,9 @@ FAKE_SOURCES = {
 @pytest.mark.slow
 def test_processes_that_come_together_both_get_the_file(tmp_path):
     csrc = tmp_path / "csrc"
-    csrc.mkdir()
+    (csrc / "cuda").mkdir(parents=True)
     for name, text in FAKE_SOURCES.items():
-        (csrc / name).write_text(text)
+        (csrc / "cuda" / name).write_text(text)
     program = (
         "import sys; from pathlib import Path; from transformer_kernels.backends import build as _build;"
         "print(_build.build_emulated(csrc=Path(sys.argv[1])))"

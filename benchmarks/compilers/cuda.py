@@ -50,7 +50,7 @@ class Kernel:
 def compile_reports(
     operation: str, architecture: str, toolkit: _build.Toolkit | None = None, disassemble: bool = False
 ) -> list[Kernel]:
-    """Compile csrc/ops/<operation>.cu for one architecture, such as "80" or "90a", and parse the output of ptxas.
+    """Compile cuda/launchers/<operation>.cu for one architecture, such as "80" or "90a", and parse the output of ptxas.
 
     With `disassemble` each kernel also has its machine code, if cuobjdump is installed.
 
@@ -60,7 +60,7 @@ def compile_reports(
     toolkit = toolkit or _build.find_toolkit()
     if toolkit is None:
         raise _build.CompilerMissing("no nvcc in CUDA_HOME, PATH or the pip package nvidia-cuda-nvcc")
-    source = _build.CSRC / "ops" / f"{operation}.cu"
+    source = _build.CSRC / "cuda" / "launchers" / f"{operation}.cu"
     includes = [f"-I{path}" for path in toolkit.include] + [f"-I{sysconfig.get_paths()['include']}"]
     with tempfile.TemporaryDirectory() as folder:
         command = [str(toolkit.nvcc), "-std=c++17", "-O3", "-cubin", "-Xptxas=-v", "--keep", f"--keep-dir={folder}"]
@@ -165,7 +165,7 @@ def table(kernels: Iterable[Kernel]) -> str:
 
 def operations() -> list[str]:
     """The operations with CUDA sources."""
-    return sorted(path.stem for path in (_build.CSRC / "ops").glob("*.cu"))
+    return sorted(path.stem for path in (_build.CSRC / "cuda" / "launchers").glob("*.cu"))
 
 
 def main(arguments: list[str] | None = None) -> int:

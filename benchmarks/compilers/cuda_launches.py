@@ -105,12 +105,12 @@ def run_by(compiled: str) -> list[str]:
 
 
 def sources(architecture: str) -> list[str]:
-    """The files of csrc/ops with recorded launches."""
+    """The files of csrc/cuda/launchers with recorded launches."""
     return list(dict.fromkeys(source for source, _, _ in _calls(architecture)))
 
 
 def launches(source: str, architecture: str) -> list[Launch]:
-    """The launches of the kernels in csrc/ops/<source>.cu; empty if none is recorded."""
+    """The launches of the kernels in csrc/cuda/launchers/<source>.cu; empty if none is recorded."""
     found: dict[tuple[str, str], Launch] = {}
     emulated = {"TRANSFORMER_KERNELS_EMULATE": "1", "TRANSFORMER_KERNELS_EMULATE_ARCH": architecture.rstrip("a")}
     with mock.patch.dict(os.environ, emulated):

@@ -91,7 +91,7 @@ fails if a figure grows, or programs, bytes in flight or a bound decrease, by mo
 def parts(backend: str) -> dict[str, str]:
     """The parts of a record, each with the hash of everything that affects its figures except the compiler.
 
-    A part, an operation's Triton kernels or the kernels of csrc/ops/<part>.cu, is the prefix of its launches' names.
+    A part, an operation's Triton kernels or the kernels of launchers/<part>.cu, is the prefix of its launches' names.
     """
     here = Path(__file__).parent
     derivation = [here / name for name in DERIVATION[backend]]

@@ -33,7 +33,7 @@ def kernel_sources(op: str, backend: str, checkout: Path = CHECKOUT) -> list[Pat
     if backend == "triton":
         return sorted(_closure(sorted(folder.glob("_triton*.py")), lambda path: _imported(path, checkout)))
     csrc = checkout / "csrc"
-    own = [path for name in sorted({op, family}) for path in _compiled(csrc / "ops", name)]
+    own = [path for name in sorted({op, family}) for path in _compiled(csrc / "cuda", name)]
     host = folder / "_compiled.py"
     if not host.is_file() or not own:
         return []
@@ -41,14 +41,14 @@ def kernel_sources(op: str, backend: str, checkout: Path = CHECKOUT) -> list[Pat
 
 
 def machine_code_sources(source: str, checkout: Path = CHECKOUT) -> list[Path]:
-    """The sources that affect the machine code of csrc/ops/<source>.cu."""
+    """The sources that affect the machine code of csrc/cuda/launchers/<source>.cu."""
     csrc = checkout / "csrc"
-    closure = _closure([csrc / "ops" / f"{source}.cu"], lambda path: _included(path, csrc))
+    closure = _closure([csrc / "cuda" / "launchers" / f"{source}.cu"], lambda path: _included(path, csrc))
     return sorted(path for path in closure if path.name not in HOST_ONLY)
 
 
 def _compiled(folder: Path, op: str) -> list[Path]:
-    return [path for path in sorted(folder.glob(f"{op}*")) if path.suffix in (".cu", ".cuh", ".h")]
+    return [path for path in sorted(folder.glob(f"*/{op}*")) if path.suffix in (".cu", ".cuh", ".h")]
 
 
 def _closure(files: list[Path], following: Any) -> set[Path]:

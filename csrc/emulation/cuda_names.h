@@ -1,4 +1,4 @@
-// The CUDA names that kernels use directly, for a host compiler. Everything else goes through csrc/primitives.
+// The CUDA names that kernels use directly, for a host compiler. Everything else goes through csrc/cuda/primitives.
 #pragma once
 #include <cmath>
 #include <cstring>

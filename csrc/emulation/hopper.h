@@ -1,5 +1,5 @@
-// The CPU implementation of primitives/hopper.h: mbarrier, bulk tensor copies and wgmma. Copies land and products are
-// computed no earlier than a thread waits for them, copies in random order under random schedules; a thread that does
+// The CPU implementation of cuda/primitives/hopper.h: mbarrier, bulk tensor copies and wgmma. Copies land and products
+// are computed no earlier than a thread waits for them, copies in random order under random schedules; a thread that does
 // not wait reads poison or old values. Accumulators are poisoned from the start of their product to the wait. Changes
 // of accumulators, register operands or operands in shared memory before the wait are errors.
 #pragma once

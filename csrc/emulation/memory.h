@@ -1,4 +1,4 @@
-// The CPU implementation of primitives/memory.h and primitives/matrix.h.
+// The CPU implementation of cuda/primitives/memory.h and cuda/primitives/matrix.h.
 #pragma once
 #include <cstddef>
 #include <cstdint>

@@ -185,7 +185,7 @@ def test_a_kernel_is_verified_until_something_it_is_made_of_changes(checkout):
     assert "on no GPU yet" in state(checkout, "layer_norm/cuda")
     note(checkout)
     assert "verified on NVIDIA Test, 2026-02-02 (5 tests)" in state(checkout, "layer_norm/cuda")
-    with open(checkout / "csrc" / "primitives" / "reductions.h", "a") as file:
+    with open(checkout / "csrc" / "cuda" / "primitives" / "reductions.h", "a") as file:
         file.write("\n")
     assert "changed since 2026-02-02" in state(checkout, "layer_norm/cuda")
     assert "changed since 2026-02-02, when on NVIDIA Test it was verified" in state(checkout, "add_layer_norm/cuda")

@@ -8,12 +8,12 @@
 #include <string>
 
 #include "device_memory.h"
-#include "primitives/hopper.h"
-#include "primitives/matrix.h"
-#include "primitives/memory.h"
-#include "primitives/numbers.h"
-#include "primitives/philox.h"
-#include "primitives/reductions.h"
+#include "cuda/primitives/hopper.h"
+#include "cuda/primitives/matrix.h"
+#include "cuda/primitives/memory.h"
+#include "cuda/primitives/numbers.h"
+#include "cuda/primitives/philox.h"
+#include "cuda/primitives/reductions.h"
 
 using namespace transformer_kernels;
 

@@ -5,7 +5,7 @@
 #include <cstring>
 #include <vector>
 
-#include "launch.h"
+#include "cuda/launch.h"
 
 template <class T> class Buffer {
  public:

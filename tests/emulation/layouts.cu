@@ -4,8 +4,8 @@
 #include <string>
 
 #include "device_memory.h"
-#include "primitives/hopper.h"
-#include "primitives/matrix.h"
+#include "cuda/primitives/hopper.h"
+#include "cuda/primitives/matrix.h"
 
 using namespace transformer_kernels;
 

@@ -6,10 +6,10 @@
 #include <string>
 
 #include "device_memory.h"
-#include "primitives/hopper.h"
-#include "primitives/matrix.h"
-#include "primitives/memory.h"
-#include "primitives/numbers.h"
+#include "cuda/primitives/hopper.h"
+#include "cuda/primitives/matrix.h"
+#include "cuda/primitives/memory.h"
+#include "cuda/primitives/numbers.h"
 
 namespace tk = transformer_kernels;
 

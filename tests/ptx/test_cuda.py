@@ -23,7 +23,7 @@ SOURCES = {
     "linear_cross_entropy": ("cross_entropy",),
     "packed_attention": ("rotary", "attention"),
 }
-"""The files of csrc/ops that have an operation's kernels; attention has a file for each dtype and family."""
+"""The files of csrc/cuda/launchers that have an operation's kernels; attention has a file for each dtype and family."""
 
 pytestmark = pytest.mark.slow
 

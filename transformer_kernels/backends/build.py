@@ -282,11 +282,11 @@ def build_cuda(folder: Path, toolkit: Toolkit, architectures: str, csrc: Path = 
     host = [*compiler, "-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", *_python_flags()]
     info = _defines(TK_SOURCE_HASH=source_hash(), TK_ARCHITECTURES=names)
     objects = []
-    for source in sorted([*csrc.glob("*.cu"), *csrc.glob("ops/*.cu")]):
+    for source in sorted((csrc / "cuda").rglob("*.cu")):
         only_hopper = [flag for flag in gencode if flag.endswith("=sm_90a") and source.stem.endswith("_sm90")]
         objects.append(Step.compile(folder / f"{source.stem}.o", source, [*device, *(only_hopper or gencode)]))
-    objects.append(Step.compile(folder / "bindings.o", csrc / "bindings.cpp", host))
-    objects.append(Step.compile(folder / "build_info.o", csrc / "build_info.cpp", [*host, *info]))
+    objects.append(Step.compile(folder / "module.o", csrc / "cuda" / "module.cpp", host))
+    objects.append(Step.compile(folder / "build_info.o", csrc / "cuda" / "build_info.cpp", [*host, *info]))
     libraries = [*(f"-L{path}" for path in toolkit.library), "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
     return _make(objects, _link(compiler, objects, folder / f"_kernels{EXTENSION_SUFFIX}", libraries, release=True))
 
@@ -546,10 +546,9 @@ def _build_emulated(folder: Path, compiler: list[str], sanitizer: str, csrc: Pat
     own = [*compiler, *own_flags, *common]
     info = _defines(TK_SOURCE_HASH=digest, TK_ARCHITECTURES="emulated")
     objects = [
-        Step.compile(folder / f"{source.stem}.o", source, kernel)
-        for source in sorted([*csrc.glob("*.cu"), *csrc.glob("ops/*.cu")])
+        Step.compile(folder / f"{source.stem}.o", source, kernel) for source in sorted((csrc / "cuda").rglob("*.cu"))
     ]
-    for source in [*sorted(csrc.glob("emulation/*.cpp")), csrc / "bindings.cpp", csrc / "build_info.cpp"]:
+    for source in sorted([*csrc.glob("emulation/*.cpp"), *csrc.glob("cuda/*.cpp")]):
         flags = [*own, *info] if source.stem == "build_info" else own
         objects.append(Step.compile(folder / f"own_{source.stem}.o", source, flags))
     linking = _link(compiler, objects, folder / "_kernels.so", [*link_flags, "-lpthread"])

@@ -20,11 +20,11 @@ import torch
 from transformer_kernels.backends import build as _build
 from transformer_kernels.backends.errors import BackendUnavailable
 
-DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # csrc/dtype.h
+DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # csrc/cuda/dtype.h
 BLOCKS_PER_MULTIPROCESSOR = 4
 ROWS_PER_THREAD_GROUP = 4
-COLUMN_TILE_ROWS = 8  # rows per tile in csrc/ops/bias_activation_forward.cuh
-WIDEST_ROW_PER_WARP = 1024  # csrc/ops/row.cuh: up to this width a block has four rows, above it one
+COLUMN_TILE_ROWS = 8  # rows per tile in csrc/cuda/kernels/bias_activation_forward.cuh
+WIDEST_ROW_PER_WARP = 1024  # csrc/cuda/kernels/row.cuh: up to this width a block has four rows, above it one
 PACKAGE = Path(__file__).resolve().parents[1]
 HASH_FILE = "_kernels_source_hash.txt"
 

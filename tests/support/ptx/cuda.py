@@ -41,13 +41,13 @@ OBSERVER = ctypes.CFUNCTYPE(
 ARCHITECTURE, ARCHITECTURES = "sm_80", {"attention_sm90": "sm_90a"}
 """What nvcc compiles for: most sources, and those for one architecture only."""
 PANEL_COLUMNS = 64
-"""Of 16 bits: a row of a box (csrc/primitives/hopper.h)."""
+"""Of 16 bits: a row of a box (csrc/cuda/primitives/hopper.h)."""
 EMULATED_MAP = struct.Struct("<Q4q4qI4x")
 """emulation::TensorMap: address, sizes, strides in bytes, and the rows of a box."""
 
 
 def compiled(source: str) -> str:
-    """PTX of csrc/ops/<source>.cu, kept for each state of the sources.
+    """PTX of csrc/cuda/launchers/<source>.cu, kept for each state of the sources.
 
     Raises:
         CompilerMissing: there is no nvcc. BuildError: it fails.
@@ -68,7 +68,7 @@ def compiled(source: str) -> str:
             *includes,
         ]
         partial = target.with_suffix(".partial")
-        file = build.CSRC / "ops" / f"{source}.cu"
+        file = build.CSRC / "cuda" / "launchers" / f"{source}.cu"
         result = subprocess.run([*command, file, "-o", partial], capture_output=True, text=True, check=False)
         if result.returncode:
             raise build.BuildError(f"{file.name}:\n{result.stderr[-3000:]}")

@@ -1,4 +1,4 @@
-"""Activations in C++: csrc/cpu/rows/activation.cpp and csrc/ops/activation.cu, which take csrc/calls/activation.h."""
+"""Activations in csrc: cpu/rows/activation.cpp and cuda/launchers/activation.cu, which take calls/activation.h."""
 
 from __future__ import annotations
 

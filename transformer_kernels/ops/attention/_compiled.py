@@ -1,4 +1,4 @@
-"""Attention in C++: csrc/cpu/products/attention*.cpp and csrc/ops/attention*.cu, which take csrc/calls/attention.h."""
+"""Attention in csrc: cpu/products/attention*.cpp and cuda/launchers/attention*.cu, which take calls/attention.h."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FLOAT32_WIDE_BYTES = 131456
 MAX_WHOLE_HEAD_DIM = 128
 """On a GPU, above it a block owns half the columns of dK, which rotary's kernel then rotates back in global memory."""
 
-PATHS = {"auto": 0, "general": 1, "short": 2, "sm90": 3}  # csrc/ops/attention.cu
+PATHS = {"auto": 0, "general": 1, "short": 2, "sm90": 3}  # csrc/cuda/launchers/attention.cu
 
 path = "auto"  # tests and benchmarks name the kernels of a GPU that they mean
 

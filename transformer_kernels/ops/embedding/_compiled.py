@@ -1,4 +1,4 @@
-"""Embedding, positions, LayerNorm and dropout in C++: csrc/cpu/rows/embedding.cpp, csrc/ops/embedding.cu.
+"""Embedding, positions, LayerNorm and dropout in csrc: cpu/rows/embedding.cpp, cuda/launchers/embedding.cu.
 
 Both take csrc/calls/embedding.h.
 """

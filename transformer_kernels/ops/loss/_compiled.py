@@ -1,4 +1,4 @@
-"""Cross-entropy in C++: csrc/cpu/rows/cross_entropy.cpp and csrc/ops/cross_entropy.cu, which take csrc/calls/loss.h."""
+"""Cross-entropy in csrc: cpu/rows/cross_entropy.cpp and cuda/launchers/cross_entropy.cu, which take calls/loss.h."""
 
 from __future__ import annotations
 

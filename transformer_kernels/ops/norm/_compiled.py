@@ -1,4 +1,4 @@
-"""Norms in C++: csrc/cpu/rows/norm.cpp and csrc/ops/norm.cu, which take csrc/calls/norm.h."""
+"""Norms in csrc: cpu/rows/norm.cpp and cuda/launchers/norm.cu, which take calls/norm.h."""
 
 from __future__ import annotations
 

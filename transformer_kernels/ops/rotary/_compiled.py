@@ -1,4 +1,4 @@
-"""Rotary positions in C++: csrc/cpu/rows/rotary.cpp and csrc/ops/rotary.cu, which take csrc/calls/rotary.h."""
+"""Rotary positions in csrc: cpu/rows/rotary.cpp and cuda/launchers/rotary.cu, which take calls/rotary.h."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Softmax in C++: csrc/cpu/rows/softmax.cpp and csrc/ops/softmax.cu, which take csrc/calls/softmax.h."""
+"""Softmax in csrc: cpu/rows/softmax.cpp and cuda/launchers/softmax.cu, which take calls/softmax.h."""
 
 from __future__ import annotations
 

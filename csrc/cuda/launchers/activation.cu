@@ -1,6 +1,6 @@
 // The activations' entry points from Python. Each of the five has its own file, compiled in parallel.
-#include "../calls/activation.h"
-#include "../registry.h"
+#include "../../calls/activation.h"
+#include "../../registry.h"
 
 namespace transformer_kernels {
 

@@ -11,7 +11,7 @@
 #include "memory.h"
 #include "numbers.h"
 #if !defined(__CUDACC__)
-#include "../emulation/hopper.h"
+#include "../../emulation/hopper.h"
 #endif
 
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)

@@ -15,8 +15,8 @@ using float16 = __half;
 using bfloat16 = __nv_bfloat16;
 }  // namespace transformer_kernels
 #else
-#include "../emulation/cuda_names.h"
-#include "../emulation/half_types.h"
+#include "../../emulation/cuda_names.h"
+#include "../../emulation/half_types.h"
 #define TK_DEVICE inline
 #define TK_HOST_DEVICE inline
 namespace transformer_kernels {

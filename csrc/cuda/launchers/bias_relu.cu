@@ -1,6 +1,6 @@
 // Launchers of bias and ReLU in one pass, for activation.cu.
 #include "bias_activation_launch.h"
-#include "relu_functions.cuh"
+#include "../kernels/relu_functions.cuh"
 
 namespace transformer_kernels {
 

@@ -1,6 +1,6 @@
 // Launchers of bias and GELU in one pass, for activation.cu.
 #include "bias_activation_launch.h"
-#include "gelu_functions.cuh"
+#include "../kernels/gelu_functions.cuh"
 
 namespace transformer_kernels {
 

@@ -1,5 +1,5 @@
-#include "attention_backward.cuh"
-#include "attention_forward.cuh"
+#include "../kernels/attention_backward.cuh"
+#include "../kernels/attention_forward.cuh"
 
 namespace transformer_kernels::attention {
 

@@ -1,8 +1,8 @@
 // Launcher of rotary positions. Shapes, strides and dtypes were checked in Python.
-#include "../calls/rotary.h"
+#include "../../calls/rotary.h"
 #include "../dtype.h"
-#include "../registry.h"
-#include "rotary.cuh"
+#include "../../registry.h"
+#include "../kernels/rotary.cuh"
 
 namespace transformer_kernels {
 namespace {

@@ -1,8 +1,8 @@
 // Launchers of a gated activation, for one activation. Shapes and dtypes were checked in Python.
 #pragma once
-#include "../calls/activation.h"
-#include "../registry.h"
-#include "gated_backward.cuh"
+#include "../../calls/activation.h"
+#include "../../registry.h"
+#include "../kernels/gated_backward.cuh"
 
 namespace transformer_kernels {
 

@@ -2,9 +2,9 @@
 // dtypes were checked in Python.
 #pragma once
 #include "../dtype.h"
-#include "../registry.h"
-#include "add_layer_norm_backward.cuh"
-#include "add_layer_norm_forward.cuh"
+#include "../../registry.h"
+#include "../kernels/add_layer_norm_backward.cuh"
+#include "../kernels/add_layer_norm_forward.cuh"
 #include "layer_norm_launch.h"
 
 namespace transformer_kernels {

@@ -1,9 +1,9 @@
 // Launchers of softmax. Shapes, strides and dtypes were checked in Python.
-#include "../calls/softmax.h"
+#include "../../calls/softmax.h"
 #include "../dtype.h"
-#include "../registry.h"
-#include "softmax_backward.cuh"
-#include "softmax_forward.cuh"
+#include "../../registry.h"
+#include "../kernels/softmax_backward.cuh"
+#include "../kernels/softmax_forward.cuh"
 
 namespace transformer_kernels {
 namespace {

@@ -1,6 +1,6 @@
 // Launchers of SwiGLU, for activation.cu.
 #include "gated_launch.h"
-#include "silu_functions.cuh"
+#include "../kernels/silu_functions.cuh"
 
 namespace transformer_kernels {
 

@@ -1,9 +1,9 @@
 // Launchers of embedding, positions, LayerNorm and dropout in one pass. Shapes and dtypes were checked in Python.
-#include "../calls/embedding.h"
+#include "../../calls/embedding.h"
 #include "../dtype.h"
-#include "../registry.h"
-#include "embedding_backward.cuh"
-#include "embedding_forward.cuh"
+#include "../../registry.h"
+#include "../kernels/embedding_backward.cuh"
+#include "../kernels/embedding_forward.cuh"
 #include "layer_norm_launch.h"
 
 namespace transformer_kernels {

@@ -1,4 +1,4 @@
-// The arguments of the attention kernels, which csrc/ops/attention.cu derives from a call (csrc/calls/attention.h).
+// The arguments of the attention kernels, which launchers/attention.cu derives from a call (csrc/calls/attention.h).
 #pragma once
 #include "../primitives/philox.h"
 

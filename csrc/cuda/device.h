@@ -1,4 +1,4 @@
-// Questions about devices, for bindings.cpp, which is compiled without CUDA's headers.
+// Questions about devices, for module.cpp, which is compiled without CUDA's headers.
 #pragma once
 #include <string>
 

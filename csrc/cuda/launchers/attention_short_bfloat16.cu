@@ -1,4 +1,4 @@
-#include "attention_short.cuh"
+#include "../kernels/attention_short.cuh"
 
 namespace transformer_kernels::attention {
 

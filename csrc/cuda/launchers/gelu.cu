@@ -1,8 +1,8 @@
 // Launchers of GELU, for activation.cu. Shapes and dtypes were checked in Python.
-#include "../calls/activation.h"
-#include "../registry.h"
-#include "gelu_backward.cuh"
-#include "gelu_forward.cuh"
+#include "../../calls/activation.h"
+#include "../../registry.h"
+#include "../kernels/gelu_backward.cuh"
+#include "../kernels/gelu_forward.cuh"
 
 namespace transformer_kernels {
 namespace {

@@ -1,4 +1,4 @@
-#include "attention_forward_sm90.cuh"
+#include "../kernels/attention_forward_sm90.cuh"
 
 namespace transformer_kernels::attention {
 

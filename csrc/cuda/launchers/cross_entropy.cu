@@ -1,9 +1,9 @@
 // Launchers of cross-entropy. Shapes and dtypes were checked in Python.
-#include "../calls/loss.h"
+#include "../../calls/loss.h"
 #include "../dtype.h"
-#include "../registry.h"
-#include "cross_entropy_backward.cuh"
-#include "cross_entropy_forward.cuh"
+#include "../../registry.h"
+#include "../kernels/cross_entropy_backward.cuh"
+#include "../kernels/cross_entropy_forward.cuh"
 
 namespace transformer_kernels {
 namespace {

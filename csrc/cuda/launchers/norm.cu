@@ -1,6 +1,6 @@
 // The norms' entry points from Python. Each of the four has its own file, compiled in parallel.
-#include "../calls/norm.h"
-#include "../registry.h"
+#include "../../calls/norm.h"
+#include "../../registry.h"
 
 namespace transformer_kernels {
 

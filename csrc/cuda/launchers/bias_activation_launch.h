@@ -2,11 +2,11 @@
 #pragma once
 #include <algorithm>
 
-#include "../calls/activation.h"
+#include "../../calls/activation.h"
 #include "../dtype.h"
-#include "../registry.h"
-#include "bias_activation_backward.cuh"
-#include "bias_activation_forward.cuh"
+#include "../../registry.h"
+#include "../kernels/bias_activation_backward.cuh"
+#include "../kernels/bias_activation_forward.cuh"
 
 namespace transformer_kernels {
 

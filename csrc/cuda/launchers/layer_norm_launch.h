@@ -1,10 +1,10 @@
 // Launchers of LayerNorm (RMSNorm if not CENTRED), selected in norm.cu. Shapes and dtypes were checked in Python.
 #pragma once
-#include "../calls/norm.h"
+#include "../../calls/norm.h"
 #include "../dtype.h"
-#include "../registry.h"
-#include "layer_norm_backward.cuh"
-#include "layer_norm_forward.cuh"
+#include "../../registry.h"
+#include "../kernels/layer_norm_backward.cuh"
+#include "../kernels/layer_norm_forward.cuh"
 
 namespace transformer_kernels {
 

@@ -1,5 +1,5 @@
 // What the build system tells the module about itself. In a file of its own, so that a change of any source recompiles
-// one line and not all of bindings.cpp.
+// one line and not all of module.cpp.
 #pragma once
 
 namespace transformer_kernels {

@@ -1,10 +1,10 @@
 // attention's entry points from Python, which has checked the tensors; limits of these kernels are checked here.
 #include "../build_info.h"
-#include "../calls/attention.h"
+#include "../../calls/attention.h"
 #include "../dtype.h"
 #include "../primitives/memory.h"
-#include "../registry.h"
-#include "attention_launch.h"
+#include "../../registry.h"
+#include "../kernels/attention_launch.h"
 
 namespace transformer_kernels {
 namespace {

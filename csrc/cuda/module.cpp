@@ -1,10 +1,10 @@
-// The module `_kernels`: what the build knows about itself, and the functions of every operation in csrc/ops.
+// The module `_kernels`: what the build knows about itself, and the functions of every operation in launchers/.
 // Tensors arrive as addresses, sizes and strides, so one build serves every release of torch.
 #include "build_info.h"
 #include "device.h"
-#include "module.h"
+#include "../module.h"
 #if defined(TK_EMULATED)
-#include "emulation/engine.h"
+#include "../emulation/engine.h"
 #endif
 
 namespace transformer_kernels {
