@@ -316,19 +316,19 @@ MUTANTS = [
         f"{TRAINING}/sampler.py",
         "self.epoch, self.batch = self.epoch + 1, 0",
         "self.epoch, self.batch = self.epoch, 0",
-        "tests/training/test_sampler.py",
+        "tests/training/data/test_sampler.py",
     ),
     Mutant(
         f"{TRAINING}/sampler.py",
         "self.epoch, self.batch = int(state",
         "self.epoch, self.batch = 0 * int(state",
-        "tests/training/test_sampler.py",
+        "tests/training/data/test_sampler.py",
     ),
     Mutant(
         f"{TRAINING}/step.py",
         "self.scaler.scale(loss).backward()",
         "loss.backward()",
-        "tests/training/test_trainer.py tests/training/test_step.py",
+        "tests/training/loop/test_trainer.py tests/training/test_step.py",
     ),
 ]
 

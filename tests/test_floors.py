@@ -20,6 +20,18 @@ FLOORS = (
 
 MAX_ARROWS = 42
 
+TRAINING_FLOORS = (
+    ("__init__", "demo", "report", "speedrun"),
+    ("recipes",),
+    ("loop",),
+    ("checkpoint",),
+    ("recipe",),
+    ("data", "decoding", "pretrained_commands"),
+    ("config", "distributed", "step"),
+    ("_optional", "heartbeat"),
+)
+"""The modules of transformer_kernels.training, top floor first."""
+
 REFERENCE_FLOORS = (
     ("__init__",),
     ("deepseek", "encoder", "swin", "translator"),
@@ -35,19 +47,19 @@ def imported_names(path, package):
     """Modules of `package` that a file imports, at any depth of its code."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module is not None:
-            first, _, rest = node.module.partition(".")
-            if first == package:
-                yield from [rest.split(".")[0]] if rest else [alias.name for alias in node.names]
+            if node.module == package:
+                yield from [alias.name for alias in node.names]
+            elif node.module.startswith(f"{package}."):
+                yield node.module[len(package) + 1 :].split(".")[0]
         elif isinstance(node, ast.Import):
             for alias in node.names:
-                first, _, rest = alias.name.partition(".")
-                if first == package:
-                    yield rest.split(".")[0] or "__init__"
+                if f"{alias.name}.".startswith(f"{package}."):
+                    yield alias.name[len(package) + 1 :].split(".")[0] or "__init__"
 
 
 def arrows(package):
     """Pairs (importing, imported) of modules (top-level files and folders)."""
-    root = CHECKOUT / package
+    root = CHECKOUT / package.replace(".", "/")
     modules = {path.stem for path in root.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
     found = set()
     for path in sorted(root.rglob("*.py")):
@@ -67,6 +79,10 @@ def check(package, floors):
 
 def test_imports_go_down_only():
     check("transformer_kernels", FLOORS)
+
+
+def test_imports_within_training_go_down_only():
+    check("transformer_kernels.training", TRAINING_FLOORS)
 
 
 def test_imports_of_the_reference_go_down_only():

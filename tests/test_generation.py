@@ -17,8 +17,8 @@ from transformer_kernels.pretrained.generation import (
     penalised,
     sampling_distribution,
 )
+from transformer_kernels.training.data.tokenizers import ByteTokenizer
 from transformer_kernels.training.report import decoded, text_until
-from transformer_kernels.training.tokenizers import ByteTokenizer
 
 LOGITS = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
 CPU = torch.device("cpu")

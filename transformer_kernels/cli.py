@@ -368,9 +368,9 @@ def _later_options(command: str) -> Iterator[tuple[str, str, Any, Any]]:
 def _train(chosen: argparse.Namespace) -> int:
     from transformer_kernels.training.checkpoint import checkpoint_folder, refuse_other_run
     from transformer_kernels.training.distributed import joined_processes, launch
-    from transformer_kernels.training.launched import restarted_run
+    from transformer_kernels.training.loop.launched import restarted_run
+    from transformer_kernels.training.loop.trainer import Trainer
     from transformer_kernels.training.report import describe_result
-    from transformer_kernels.training.trainer import Trainer
 
     if chosen.processes < 1:
         raise ValueError(f"--processes must be at least 1; got {chosen.processes}")
@@ -506,7 +506,7 @@ def _texts(chosen: argparse.Namespace, what: str) -> list[str]:
 
 
 def _translate(chosen: argparse.Namespace) -> None:
-    from transformer_kernels.training.translation import BeamSearch, MinimumBayesRisk, Search
+    from transformer_kernels.training.decoding import BeamSearch, MinimumBayesRisk, Search
 
     search: Search = _sampling(chosen, greedy=not chosen.sample)
     if chosen.mbr is not None:

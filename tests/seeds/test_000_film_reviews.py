@@ -6,7 +6,7 @@ import torch
 import python_ref
 from python_ref.bpe import learn_merges, split_word
 from transformer_kernels import ops
-from transformer_kernels.training.tokenizers import Gpt2Tokenizer
+from transformer_kernels.training.data.tokenizers import Gpt2Tokenizer
 
 WORDS = {"old": 7, "older": 3, "finest": 9, "lowest": 4}  # counted words, the usual example of these merges
 

@@ -9,7 +9,7 @@ import python_ref
 from python_ref import ops
 from transformer_kernels import ops as fused
 from transformer_kernels.training import CharGPT, CharGPTConfig
-from transformer_kernels.training.corpus import read_corpus
+from transformer_kernels.training.data.corpus import read_corpus
 
 
 def rounded(values):

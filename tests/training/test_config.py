@@ -4,9 +4,9 @@ import pytest
 
 from transformer_kernels.training import CharGPT, CharGPTConfig, ImdbConfig
 from transformer_kernels.training.config import bundled_configs, read_config_file, resumed_config
+from transformer_kernels.training.data.tokenizers import ByteTokenizer, CharacterTokenizer
 from transformer_kernels.training.recipes import find_recipe, make_config
 from transformer_kernels.training.recipes.translate import PairTokenizer, TranslateConfig
-from transformer_kernels.training.tokenizers import ByteTokenizer, CharacterTokenizer
 
 CHANGEABLE = {"accumulate", "out", "device", "backend", "threads", "compile", "cuda_graph", "deterministic"}
 CHANGEABLE |= {"tensorboard", "progress"}

@@ -18,9 +18,9 @@ PROGRAM = """
 import json, sys, torch
 torch.set_num_threads(1)
 from transformer_kernels.training import CharGPT, CharGPTConfig, Processes, Trainer, joined_processes
-from tests.training.test_graphs import RecordedGraphs
-from transformer_kernels.training import graphs as module
-from transformer_kernels.training.launched import ProcessesDisagree
+from tests.training.loop.test_graphs import RecordedGraphs
+from transformer_kernels.training.loop import graphs as module
+from transformer_kernels.training.loop.launched import ProcessesDisagree
 from transformer_kernels.training.recipes.translate import Translate, TranslateConfig
 
 corpus, folder = sys.argv[1:]

@@ -247,7 +247,7 @@ def wrong_hash(session):
 def offline(session):
     address = "http://127.0.0.1:9/input.txt"
     session.monkeypatch.delenv("TRANSFORMER_KERNELS_DATA", raising=False)  # where the text may be
-    session.monkeypatch.setattr("transformer_kernels.training.corpus.TINYSHAKESPEARE_URL", address)
+    session.monkeypatch.setattr("transformer_kernels.training.data.corpus.TINYSHAKESPEARE_URL", address)
     result = session.train("run", corpus="tinyshakespeare")
     session.refused(result, "cannot download", address, session.folder / "cache", "--data-dir")
     assert not list((session.folder / "cache").rglob("input.txt"))
@@ -268,7 +268,7 @@ def out_of_memory(session):
     def exhausted(self, batch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    session.monkeypatch.setattr("transformer_kernels.training.graphs.TrainingStep.__call__", exhausted)
+    session.monkeypatch.setattr("transformer_kernels.training.loop.graphs.TrainingStep.__call__", exhausted)
     session.refused(session.train("run"), "Tried to allocate 2.00 GiB; try a smaller --batch-size")
 
 

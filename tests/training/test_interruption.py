@@ -18,7 +18,7 @@ PROGRAM = """
 import sys, time, torch
 torch.set_num_threads(1)
 from transformer_kernels import cli
-from transformer_kernels.training import trainer
+from transformer_kernels.training.loop import trainer
 if sys.argv[-1] == "slow":
     sys.argv.pop()
     def slow_save(folder, checkpoint):

@@ -11,7 +11,7 @@ import torch
 
 from python_ref import GPT, BERTClassifier, BERTConfig, GPTConfig
 from tests.support.browser import opened
-from transformer_kernels.training.tokenizers import ByteTokenizer, CharacterTokenizer
+from transformer_kernels.training.data.tokenizers import ByteTokenizer, CharacterTokenizer
 from transformer_kernels.visualization import attention
 from transformer_kernels.visualization.attention import attention_maps, write_page
 from transformer_kernels.visualization.tokens import read

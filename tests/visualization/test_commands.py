@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from transformer_kernels import cli
-from transformer_kernels.training.trainer import Trainer
+from transformer_kernels.training.loop.trainer import Trainer
 from transformer_kernels.visualization import networks
 
 torch.set_num_threads(1)

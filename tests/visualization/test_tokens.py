@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from python_ref import BERTClassifier, BERTConfig
-from transformer_kernels.training.tokenizers import ByteTokenizer, LearnedTokenizer
+from transformer_kernels.training.data.tokenizers import ByteTokenizer, LearnedTokenizer
 from transformer_kernels.visualization.tokens import read
 from transformer_kernels.visualization.words import word_in_context
 

@@ -7,7 +7,7 @@ import torch
 
 from python_ref import GPT, GPTConfig
 from tests.support.real_weights import minilm
-from transformer_kernels.training.tokenizers import CharacterTokenizer
+from transformer_kernels.training.data.tokenizers import CharacterTokenizer
 from transformer_kernels.visualization import words
 from transformer_kernels.visualization.attention import attention_maps
 from transformer_kernels.visualization.words import draw_words, principal_components, word_in_context

@@ -10,6 +10,7 @@ from transformer_kernels.training.checkpoint import (
     save_checkpoint,
 )
 from transformer_kernels.training.config import TrainingConfig
+from transformer_kernels.training.data.files import DataFileError
 from transformer_kernels.training.distributed import (
     Interrupted,
     Processes,
@@ -17,10 +18,9 @@ from transformer_kernels.training.distributed import (
     TrainingDiverged,
     joined_processes,
 )
-from transformer_kernels.training.files import DataFileError
+from transformer_kernels.training.loop.trainer import Result, Trainer
 from transformer_kernels.training.recipes.char_gpt import CharGPT, CharGPTConfig
 from transformer_kernels.training.recipes.imdb import Imdb, ImdbConfig
-from transformer_kernels.training.trainer import Result, Trainer
 
 __all__ = [
     "CharGPT",

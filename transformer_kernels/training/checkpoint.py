@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from transformer_kernels._version import __version__
 from transformer_kernels.training._optional import require
 from transformer_kernels.training.config import TrainingConfig
+from transformer_kernels.training.data.files import write_synced
 from transformer_kernels.training.distributed import Processes, choose_device
-from transformer_kernels.training.files import write_synced
-from transformer_kernels.training.recipes import Trained, find_recipe, make_config, recipes
+from transformer_kernels.training.recipe import Trained, find_recipe, make_config, recipes
 
 FORMAT = 1
 FILES = ("model.safetensors", "optimizer.safetensors", "config.json", "tokenizer.json", "trainer.json")

@@ -16,10 +16,10 @@ import torch
 from transformer_kernels.backends.dispatch import BACKENDS, unavailable
 from transformer_kernels.graphs import WARM_UP_CALLS
 from transformer_kernels.pretrained.generation import Sampling
-from transformer_kernels.training.files import numbered_folder
-from transformer_kernels.training.recipes import Trained
+from transformer_kernels.training.data.files import numbered_folder
+from transformer_kernels.training.loop.trainer import Trainer
+from transformer_kernels.training.recipe import Trained
 from transformer_kernels.training.recipes.char_gpt import CharGPT, CharGPTConfig
-from transformer_kernels.training.trainer import Trainer
 
 REFERENCE, GPU_BACKENDS = "reference", ("triton", "cuda")
 ROWS = 7  # of the table of losses

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from transformer_kernels.pretrained.generation import Choice
-from transformer_kernels.training.trainer import Result, Trainer
+from transformer_kernels.training.loop.trainer import Result, Trainer
 
 LONGEST_CHARACTER = 4  # bytes of a UTF-8 character, hence its maximum number of tokens
 

@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from transformer_kernels.training.loop.trainer import Trainer
 from transformer_kernels.training.recipes.char_gpt import CharGPT, CharGPTConfig
 from transformer_kernels.training.step import evaluation_totals
-from transformer_kernels.training.trainer import Trainer
 
 NEVER = 10**9
 

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from transformer_kernels.backends import cpu
-from transformer_kernels.training.optimisation import SparseEmbeddingAdamW
 
 IGNORED = -100  # a target that is excluded from loss and accuracy
 
@@ -147,7 +146,7 @@ class TrainingStep:
                 with nullcontext() if part is parts[-1] else self._local():
                     losses.append(self._backward(part, share))
             loss = functools.reduce(torch.add, losses)
-            if isinstance(self.optimizer, SparseEmbeddingAdamW):
+            if hasattr(self.optimizer, "tokens"):  # SparseEmbeddingAdamW, which updates the rows of the batch
                 self.optimizer.tokens = torch.cat([part.inputs[0].flatten() for part in parts])
             norm = self._update(loss)
         finally:

@@ -129,7 +129,7 @@ def _attend(chosen: argparse.Namespace) -> None:
 
 
 def _nearest(chosen: argparse.Namespace) -> None:
-    from transformer_kernels.training.vectors import nearest, parse_expression, read_vectors, table_of_model
+    from transformer_kernels.training.data.vectors import nearest, parse_expression, read_vectors, table_of_model
     from transformer_kernels.visualization.words import draw_nearest
 
     expression = " ".join(chosen.expression)
@@ -229,8 +229,8 @@ def _plot_sweep(chosen: argparse.Namespace) -> None:
 
 def _sweep(chosen: argparse.Namespace) -> None:
     from transformer_kernels.training._optional import require
+    from transformer_kernels.training.data.files import numbered_folder
     from transformer_kernels.training.distributed import Interrupted
-    from transformer_kernels.training.files import numbered_folder
     from transformer_kernels.visualization.sweep import Sweep, draw_sweep, fit_power_law, read_sweep, train_points
 
     require("matplotlib.figure")  # before hours of training, not after

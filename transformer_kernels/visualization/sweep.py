@@ -14,9 +14,9 @@ import numpy as np
 
 from transformer_kernels.training._optional import require
 from transformer_kernels.training.checkpoint import checkpoint_folder
-from transformer_kernels.training.files import write_atomically
+from transformer_kernels.training.data.files import write_atomically
+from transformer_kernels.training.loop.trainer import Trainer
 from transformer_kernels.training.recipes.char_gpt import CharGPT, CharGPTConfig
-from transformer_kernels.training.trainer import Trainer
 from transformer_kernels.visualization.figures import new_figure, write_figure
 
 RECORD = "sweep.json"

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from transformer_kernels.training.vectors import Term, WordVectors
+from transformer_kernels.training.data.vectors import Term, WordVectors
 from transformer_kernels.visualization.figures import literal, new_figure, write_figure
 from transformer_kernels.visualization.tokens import UNKNOWN, read
 

@@ -18,9 +18,11 @@ TANH: dict[str, Callable[[Tensor], Tensor]] = {
     "pow(3)": lambda x: 0.5 * x * (1.0 + torch.tanh(C * (x + 0.044715 * torch.pow(x, 3.0)))),
     "x ** 3": lambda x: 0.5 * x * (1 + torch.tanh(C * (x + 0.044715 * x**3))),
     "x * x * x": lambda x: 0.5 * x * (1 + (C * (x + 0.044715 * x * x * x)).tanh()),
-    "tensor": lambda x: 0.5
-    * x
-    * (1 + torch.tanh(torch.sqrt(torch.tensor(2.0 / math.pi, dtype=x.dtype)) * (x + 0.044715 * torch.pow(x, 3)))),
+    "tensor": lambda x: (
+        0.5
+        * x
+        * (1 + torch.tanh(torch.sqrt(torch.tensor(2.0 / math.pi, dtype=x.dtype)) * (x + 0.044715 * torch.pow(x, 3))))
+    ),
     "factored": lambda x: 0.5 * x * (1.0 + torch.tanh(x * C * (1.0 + 0.044715 * x * x))),
     "x last": lambda x: (1.0 + torch.tanh(C * (0.044715 * x.pow(3) + x))) * 0.5 * x,
     "half last": lambda x: x * (1.0 + torch.tanh(C * (x + 0.044715 * x.pow(3)))) * 0.5,

@@ -97,8 +97,9 @@ MASKS: dict[str, Callable[..., Tensor]] = {
     "or": lambda s, pad, causal, mask: s.masked_fill(pad | _triangle(s), -1e9),
     "any": lambda s, pad, causal, mask: s.masked_fill(mask, -math.inf),
     "any -1e9": lambda s, pad, causal, mask: s.masked_fill(mask, -1e9),
-    "any, added": lambda s, pad, causal, mask: s
-    + torch.zeros(mask.shape, dtype=s.dtype).masked_fill(mask, torch.finfo(s.dtype).min),
+    "any, added": lambda s, pad, causal, mask: (
+        s + torch.zeros(mask.shape, dtype=s.dtype).masked_fill(mask, torch.finfo(s.dtype).min)
+    ),
     "window": lambda s, pad, causal, mask: s.masked_fill(_triangle(s) | _triangle(s).T.roll(2, 1), -1e9),
     "bidirectional window": lambda s, pad, causal, mask: s.masked_fill(
         (torch.arange(L)[:, None] - torch.arange(L)).abs() > 2, -math.inf

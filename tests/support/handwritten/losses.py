@@ -152,8 +152,9 @@ SUMS: dict[str, Callable[..., Tensor]] = {
     "token": lambda e, positions, segments, table: e,
     "token + position": lambda e, positions, segments, table: e + positions,
     "position table": lambda e, positions, segments, table: e + F.embedding(torch.arange(L), positions),
-    "position table unsqueezed": lambda e, positions, segments, table: e
-    + F.embedding(torch.arange(L).unsqueeze(0), positions),
+    "position table unsqueezed": lambda e, positions, segments, table: (
+        e + F.embedding(torch.arange(L).unsqueeze(0), positions)
+    ),
     "sliced": lambda e, positions, segments, table: e + positions[:L].unsqueeze(0),
     "three": lambda e, positions, segments, table: e + positions + F.embedding(segments, table),
     "scaled": lambda e, positions, segments, table: e * D**0.5 + positions,

@@ -48,8 +48,9 @@ ROTARY_BY: dict[str, Callable[..., Tensor]] = {
     ),
     "interleaved": lambda x, cos, sin, hc, hs: _by_pairs(x, hc, hs),
     "interleaved, view": lambda x, cos, sin, hc, hs: _pairs_of_a_view(x, hc, hs),
-    "interleaved, repeated": lambda x, cos, sin, hc, hs: x * hc.repeat_interleave(2, -1)
-    + _interleaved(x) * hs.repeat_interleave(2, -1),
+    "interleaved, repeated": lambda x, cos, sin, hc, hs: (
+        x * hc.repeat_interleave(2, -1) + _interleaved(x) * hs.repeat_interleave(2, -1)
+    ),
     "complex": lambda x, cos, sin, hc, hs: _complex(x, hc, hs),
     "whole table": lambda x, cos, sin, hc, hs: (x * cos) + (_rotated(x) * sin),
     "whole table, interleaved": lambda x, cos, sin, hc, hs: x * cos + _interleaved(x) * sin,

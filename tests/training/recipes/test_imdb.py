@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from transformer_kernels.training import Imdb, Processes, Trainer, load_trained
+from transformer_kernels.training.data.reviews import tokenise_uncached
 from transformer_kernels.training.recipes.imdb import baseline_accuracy, classification_report, load_part, predict
 from transformer_kernels.training.report import describe_result
-from transformer_kernels.training.reviews import tokenise_uncached
 
 
 def test_it_learns_to_tell_good_from_bad(imdb_config):

@@ -8,9 +8,9 @@ import torch
 import python_ref
 from transformer_kernels import cli
 from transformer_kernels.training import CheckpointError, Imdb, Processes, Trainer, load_trained
+from transformer_kernels.training.data.tokenizers import ByteTokenizer, LearnedTokenizer, from_description
 from transformer_kernels.training.recipes.mlm import Mlm, MlmConfig, mask_tokens
 from transformer_kernels.training.step import IGNORED
-from transformer_kernels.training.tokenizers import ByteTokenizer, LearnedTokenizer, from_description
 
 CPU = torch.device("cpu")
 

@@ -9,6 +9,7 @@ import torch
 
 from transformer_kernels import cli
 from transformer_kernels.training import CheckpointError, DataFileError, Trainer, load_trained
+from transformer_kernels.training.decoding import GREEDY, BeamSearch, MinimumBayesRisk
 from transformer_kernels.training.recipes import Trained
 from transformer_kernels.training.recipes.translate import (
     BEGIN,
@@ -20,7 +21,6 @@ from transformer_kernels.training.recipes.translate import (
     scores,
     split_pairs,
 )
-from transformer_kernels.training.translation import GREEDY, BeamSearch, MinimumBayesRisk
 
 WORDS = {"one": "एक", "two": "दो", "three": "तीन", "four": "चार", "five": "पाँच", "six": "छह"}
 PAIRS = [

@@ -7,9 +7,9 @@ import torch
 
 from transformer_kernels import cli
 from transformer_kernels.training import Processes, Trainer, load_trained
+from transformer_kernels.training.data.tokenizers import WordTokenizer
+from transformer_kernels.training.data.vectors import nearest, parse_expression, table_of_model
 from transformer_kernels.training.recipes.word2vec import Word2Vec, Word2VecConfig
-from transformer_kernels.training.tokenizers import WordTokenizer
-from transformer_kernels.training.vectors import nearest, parse_expression, table_of_model
 
 RANKS = {"king": ["crown", "throne", "palace"], "man": ["field", "market", "street"]}
 RANKS |= {"queen": RANKS["king"], "woman": RANKS["man"]}

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from transformer_kernels.pretrained.generation import Choice, Sampling, generate_many
 from transformer_kernels.training.config import TrainingConfig, build_preset, option
-from transformer_kernels.training.corpus import Windows, found_corpus, read_corpus
+from transformer_kernels.training.data.corpus import Windows, found_corpus, read_corpus
+from transformer_kernels.training.data.tokenizers import CharacterTokenizer
 from transformer_kernels.training.distributed import Processes
-from transformer_kernels.training.recipes import Recipe, Trained
+from transformer_kernels.training.recipe import Recipe, Trained
 from transformer_kernels.training.step import Batch, evaluation_totals
-from transformer_kernels.training.tokenizers import CharacterTokenizer
 
 VALIDATION_WINDOWS = 2048
 TRAINING_PART = 0.9

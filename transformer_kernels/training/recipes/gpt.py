@@ -9,8 +9,8 @@ from typing import ClassVar
 from torch import nn
 
 from transformer_kernels.training.config import build_preset, option
+from transformer_kernels.training.data.tokenizers import REVIEW_TOKENIZERS, ReviewTokenizer
 from transformer_kernels.training.recipes.char_gpt import CharGPT, CharGPTConfig
-from transformer_kernels.training.tokenizers import REVIEW_TOKENIZERS, ReviewTokenizer
 
 SMALL = {"width": 256, "layers": 4, "heads": 4}  # defaults; GPT-2 has 768, 12 and 12
 

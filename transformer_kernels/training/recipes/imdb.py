@@ -13,10 +13,7 @@ from torch import Tensor, nn
 
 from transformer_kernels.training._optional import require
 from transformer_kernels.training.config import TrainingConfig, build_preset, option
-from transformer_kernels.training.distributed import Processes
-from transformer_kernels.training.initial import load_encoder, read_encoder
-from transformer_kernels.training.recipes import Classified, Recipe, Trained
-from transformer_kernels.training.reviews import (
+from transformer_kernels.training.data.reviews import (
     Reviews,
     TokenisedReviews,
     find_reviews,
@@ -24,9 +21,12 @@ from transformer_kernels.training.reviews import (
     tokenise,
     tokenise_uncached,
 )
-from transformer_kernels.training.sampler import BucketedSampler, PackedSampler, ShuffledSampler
+from transformer_kernels.training.data.sampler import BucketedSampler, PackedSampler, ShuffledSampler
+from transformer_kernels.training.data.tokenizers import REVIEW_TOKENIZERS, LearnedTokenizer, ReviewTokenizer
+from transformer_kernels.training.distributed import Processes
+from transformer_kernels.training.recipe import Classified, Recipe, Trained
+from transformer_kernels.training.recipes.initial import load_encoder, read_encoder
 from transformer_kernels.training.step import Batch, to_device
-from transformer_kernels.training.tokenizers import REVIEW_TOKENIZERS, LearnedTokenizer, ReviewTokenizer
 
 CLASSES = ("negative", "positive")
 PADDED_MULTIPLE = 32  # at most 8 different lengths for 256 tokens, hence at most 8 CUDA graphs

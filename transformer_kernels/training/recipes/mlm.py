@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from python_ref.encoder import MASKED_SHARE
 from transformer_kernels.training.config import build_preset, option
+from transformer_kernels.training.data.sampler import BucketedSampler
+from transformer_kernels.training.data.tokenizers import ReviewTokenizer
 from transformer_kernels.training.distributed import Processes
-from transformer_kernels.training.recipes import Trained
+from transformer_kernels.training.recipe import Trained
 from transformer_kernels.training.recipes.imdb import ReviewRecipe, ReviewsConfig, pad_batch
-from transformer_kernels.training.sampler import BucketedSampler
 from transformer_kernels.training.step import IGNORED, Batch, to_device
-from transformer_kernels.training.tokenizers import ReviewTokenizer
 
 MASK = "[MASK]"
 REPLACED, RANDOM = 0.8, 0.1  # fractions of the masked tokens: replaced by MASK, by a random token; others are unchanged

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from transformer_kernels.training._optional import require
 from transformer_kernels.training.config import TrainingConfig, build_preset, option
+from transformer_kernels.training.data.files import DataFileError
+from transformer_kernels.training.data.sampler import NumberedSampler
+from transformer_kernels.training.decoding import GREEDY, BeamSearch, MinimumBayesRisk, Search, translate_batch
 from transformer_kernels.training.distributed import Processes
-from transformer_kernels.training.files import DataFileError
-from transformer_kernels.training.recipes import Alignment, Recipe, Trained, Translated
-from transformer_kernels.training.sampler import NumberedSampler
+from transformer_kernels.training.recipe import Alignment, Recipe, Trained, Translated
 from transformer_kernels.training.step import IGNORED, Batch, to_device
-from transformer_kernels.training.translation import GREEDY, BeamSearch, MinimumBayesRisk, Search, translate_batch
 
 SPECIAL = ("<pad>", "<unknown>", "<begin>", "<end>")
 PAD, UNKNOWN, BEGIN, END = range(len(SPECIAL))

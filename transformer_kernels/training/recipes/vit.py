@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformer_kernels.training._optional import require
 from transformer_kernels.training.config import TrainingConfig, build_preset, option
 from transformer_kernels.training.distributed import Processes
-from transformer_kernels.training.recipes import Classified, Recipe, Trained
+from transformer_kernels.training.recipe import Classified, Recipe, Trained
 from transformer_kernels.training.step import Batch, to_device
 
 CLASSES = tuple("0123456789")

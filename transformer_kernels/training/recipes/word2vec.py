@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from python_ref.skip_gram import SkipGram, keep_probabilities, noise_probabilities
 from transformer_kernels._bind import bind
 from transformer_kernels.training.config import TrainingConfig, option
-from transformer_kernels.training.corpus import read_corpus
+from transformer_kernels.training.data.corpus import read_corpus
+from transformer_kernels.training.data.sampler import ShuffledSampler
+from transformer_kernels.training.data.tokenizers import WordTokenizer
 from transformer_kernels.training.distributed import Processes
-from transformer_kernels.training.recipes import Recipe
-from transformer_kernels.training.sampler import ShuffledSampler
+from transformer_kernels.training.recipe import Recipe
 from transformer_kernels.training.step import Batch, to_device
-from transformer_kernels.training.tokenizers import WordTokenizer
 
 
 @dataclass(kw_only=True)

@@ -19,7 +19,7 @@ from transformer_kernels.training.checkpoint import (
     load_checkpoint,
     load_weights,
 )
-from transformer_kernels.training.tokenizers import PretrainedTokenizer
+from transformer_kernels.training.data.tokenizers import PretrainedTokenizer
 
 ENCODER = ("embedding.", "blocks.", "final_norm.")  # parameters shared by a pretrained model and a classifier
 POSITIONS = "embedding.positions"

@@ -1,8 +1,9 @@
 import pytest
 import torch
 
-from transformer_kernels.training import CharGPT, CharGPTConfig, DataFileError, corpus
-from transformer_kernels.training.corpus import Windows, found_corpus, read_corpus
+from transformer_kernels.training import CharGPT, CharGPTConfig, DataFileError
+from transformer_kernels.training.data import corpus
+from transformer_kernels.training.data.corpus import Windows, found_corpus, read_corpus
 
 
 def test_the_standard_library_is_the_same_text_every_time():

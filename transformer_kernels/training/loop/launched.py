@@ -63,7 +63,7 @@ def check_agreement(
 def _sources() -> str:
     """The hash of this package's Python files."""
     found = hashlib.sha256()
-    for path in sorted(Path(__file__).resolve().parents[1].rglob("*.py")):
+    for path in sorted(Path(__file__).resolve().parents[2].rglob("*.py")):
         found.update(path.read_bytes())
     return found.hexdigest()
 

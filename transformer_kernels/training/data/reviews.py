@@ -19,8 +19,8 @@ from torch import Tensor
 
 from transformer_kernels.backends.build import cache_folder
 from transformer_kernels.training._optional import require
-from transformer_kernels.training.files import locked, write_atomically
-from transformer_kernels.training.tokenizers import ReviewTokenizer
+from transformer_kernels.training.data.files import locked, write_atomically
+from transformer_kernels.training.data.tokenizers import ReviewTokenizer
 
 FORMATS = (".csv", ".jsonl", ".parquet")
 OPENERS = {".gz": gzip.decompress, ".xz": lzma.decompress}

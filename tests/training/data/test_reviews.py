@@ -6,9 +6,9 @@ import lzma
 import pytest
 import torch
 
+from transformer_kernels.training.data.reviews import Reviews, find_reviews, read_reviews, tokenise, tokenise_uncached
+from transformer_kernels.training.data.tokenizers import ByteTokenizer, CharacterTokenizer
 from transformer_kernels.training.recipes.imdb import load_part, pad_batch, truncate
-from transformer_kernels.training.reviews import Reviews, find_reviews, read_reviews, tokenise, tokenise_uncached
-from transformer_kernels.training.tokenizers import ByteTokenizer, CharacterTokenizer
 
 ROWS = [("good, really\ngood<br /><br />film", 1), ("bad", 0), ("mögen", 1)]
 EXPECTED = (["good, really\ngood\n\nfilm", "bad", "mögen"], [1, 0, 1])

@@ -9,7 +9,7 @@ import torch
 
 from python_ref.translator import Translator, TranslatorConfig
 from transformer_kernels.pretrained.generation import Sampling
-from transformer_kernels.training.translation import GREEDY, BeamSearch, MinimumBayesRisk, translate_batch
+from transformer_kernels.training.decoding import GREEDY, BeamSearch, MinimumBayesRisk, translate_batch
 
 BEGIN, END = 2, 3
 

@@ -22,8 +22,8 @@ from transformer_kernels.training import (
     TrainingDiverged,
     load_checkpoint,
 )
-from transformer_kernels.training.graphs import Prefetcher, choose_graphs, reason_against, warm_up_steps
-from transformer_kernels.training.optimisation import learning_rate
+from transformer_kernels.training.loop.graphs import Prefetcher, choose_graphs, reason_against, warm_up_steps
+from transformer_kernels.training.loop.optimisation import learning_rate
 from transformer_kernels.training.step import Batch, to_device
 
 STEPS = 20

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from transformer_kernels.training.measures import Stopwatch, peak_flops
+from transformer_kernels.training.loop.measures import Stopwatch, peak_flops
 
 CUDA = torch.device("cuda")
 

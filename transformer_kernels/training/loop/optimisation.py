@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from transformer_kernels.training.config import TrainingConfig
 from transformer_kernels.training.distributed import Processes
-from transformer_kernels.training.muon import Muon, hidden_matrices
+from transformer_kernels.training.loop.muon import Muon, hidden_matrices
 
 FINAL_FRACTION = 0.1
 

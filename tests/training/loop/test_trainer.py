@@ -16,7 +16,7 @@ from transformer_kernels.training import (
     save_checkpoint,
 )
 from transformer_kernels.training.checkpoint import random_state, restore_random_state
-from transformer_kernels.training.optimisation import learning_rate
+from transformer_kernels.training.loop.optimisation import learning_rate
 from transformer_kernels.training.step import batch_loss
 
 

@@ -2,10 +2,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.training.test_graphs import assert_resuming_is_exact, kind, outcomes  # noqa: F401
+from tests.training.loop.test_graphs import assert_resuming_is_exact, kind, outcomes  # noqa: F401
 from transformer_kernels.training import CharGPT, Processes, Trainer
-from transformer_kernels.training.muon import COEFFICIENTS, Muon, hidden_matrices, orthogonalised
-from transformer_kernels.training.optimisation import make_optimizer
+from transformer_kernels.training.loop.muon import COEFFICIENTS, Muon, hidden_matrices, orthogonalised
+from transformer_kernels.training.loop.optimisation import make_optimizer
 
 OPTIONS = {"lr": 0.1, "weight_decay": 0.5, "betas": (0.9, 0.99)}
 SHAPES = [(6, 6), (4, 12), (12, 4)]

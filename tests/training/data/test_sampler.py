@@ -3,7 +3,7 @@ from itertools import chain
 import pytest
 import torch
 
-from transformer_kernels.training.sampler import BucketedSampler, PackedSampler, ShuffledSampler
+from transformer_kernels.training.data.sampler import BucketedSampler, PackedSampler, ShuffledSampler
 
 SAMPLERS = {
     "shuffled": lambda lengths, *rest, **ranks: ShuffledSampler(len(lengths), *rest, **ranks),

@@ -2,9 +2,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.training.test_graphs import RecordedGraphs, assert_resuming_is_exact, outcomes
-from transformer_kernels.training import Imdb, Processes, Trainer, optimisation
-from transformer_kernels.training.optimisation import SparseEmbeddingAdamW, make_optimizer
+from tests.training.loop.test_graphs import RecordedGraphs, assert_resuming_is_exact, outcomes
+from transformer_kernels.training import Imdb, Processes, Trainer
+from transformer_kernels.training.loop import optimisation
+from transformer_kernels.training.loop.optimisation import SparseEmbeddingAdamW, make_optimizer
 
 OPTIONS = {"lr": 0.1, "weight_decay": 0.5}
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from transformer_kernels.training import DataFileError
-from transformer_kernels.training.tokenizers import (
+from transformer_kernels.training.data.tokenizers import (
     VOCAB_BPE_SHA256,
     VOCAB_BPE_URL,
     ByteTokenizer,
@@ -87,7 +87,7 @@ def test_a_missing_vocabulary_file_tells_where_it_is_from(tmp_path):
 
 
 def test_offline_without_files_tells_the_remedy(monkeypatch):
-    monkeypatch.setattr("transformer_kernels.training.tokenizers.VOCAB_BPE_URL", "http://127.0.0.1:9/vocab.bpe")
+    monkeypatch.setattr("transformer_kernels.training.data.tokenizers.VOCAB_BPE_URL", "http://127.0.0.1:9/vocab.bpe")
     with pytest.raises(DataFileError, match="--vocab-dir, or use --tokenizer bytes"):
         Gpt2Tokenizer()
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from transformer_kernels.backends.build import cache_folder
 from transformer_kernels.training._optional import require
-from transformer_kernels.training.files import DataFileError, check_hash, fetch
+from transformer_kernels.training.data.files import DataFileError, check_hash, fetch
 
 VOCAB_BPE_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe"
 VOCAB_BPE_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from transformer_kernels.training.files import DataFileError, fetch, numbered_folder, write_atomically
+from transformer_kernels.training.data.files import DataFileError, fetch, numbered_folder, write_atomically
 
 CONTENT = b"some data\n" * 100
 SHA256 = hashlib.sha256(CONTENT).hexdigest()

@@ -12,7 +12,7 @@ import torch
 
 from transformer_kernels.backends.triton import fp32_precision
 from transformer_kernels.training._optional import require
-from transformer_kernels.training.files import naming
+from transformer_kernels.training.data.files import naming
 
 # Dense peak FLOP/s of the matrix units, from the vendors' data sheets: (float32 with TF32 off, bfloat16 and float16).
 # TF32 has half the rate of bfloat16 on all of them.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from transformer_kernels.backends.build import cache_folder
-from transformer_kernels.training.files import DataFileError, check_hash, fetch
+from transformer_kernels.training.data.files import DataFileError, check_hash, fetch
 from transformer_kernels.training.step import to_device
 
 TINYSHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"

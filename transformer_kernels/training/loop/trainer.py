@@ -33,6 +33,7 @@ from transformer_kernels.training.checkpoint import (
     restore_random_state,
     save_checkpoint,
 )
+from transformer_kernels.training.data.files import numbered_folder
 from transformer_kernels.training.distributed import (
     Interrupted,
     Processes,
@@ -40,18 +41,17 @@ from transformer_kernels.training.distributed import (
     TrainingDiverged,
     choose_device,
 )
-from transformer_kernels.training.files import numbered_folder
-from transformer_kernels.training.graphs import Prefetcher, recorded_step
-from transformer_kernels.training.launched import check_agreement, launch_name
-from transformer_kernels.training.measures import Padding, RunLog, Stopwatch, peak_flops, peak_memory
-from transformer_kernels.training.optimisation import (
+from transformer_kernels.training.loop.graphs import Prefetcher, recorded_step
+from transformer_kernels.training.loop.launched import check_agreement, launch_name
+from transformer_kernels.training.loop.measures import Padding, RunLog, Stopwatch, peak_flops, peak_memory
+from transformer_kernels.training.loop.optimisation import (
     learning_rate,
     make_optimizer,
     optimizer_tensors,
     restore_optimizer,
     set_learning_rate,
 )
-from transformer_kernels.training.recipes import Recipe
+from transformer_kernels.training.recipe import Recipe
 from transformer_kernels.training.step import Batch, TrainingLoss, choose_dtype, evaluation_totals, matrix_products
 
 

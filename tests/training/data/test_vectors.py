@@ -7,8 +7,8 @@ import torch
 
 import python_ref
 from transformer_kernels import cli
-from transformer_kernels.training.tokenizers import ByteTokenizer, CharacterTokenizer
-from transformer_kernels.training.vectors import (
+from transformer_kernels.training.data.tokenizers import ByteTokenizer, CharacterTokenizer
+from transformer_kernels.training.data.vectors import (
     Term,
     WordVectors,
     nearest,

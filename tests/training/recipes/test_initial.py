@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from transformer_kernels.training import CheckpointError, Trainer
-from transformer_kernels.training.initial import read_encoder
+from transformer_kernels.training.data.tokenizers import PretrainedTokenizer, from_description
 from transformer_kernels.training.recipes.imdb import Imdb
-from transformer_kernels.training.tokenizers import PretrainedTokenizer, from_description
+from transformer_kernels.training.recipes.initial import read_encoder
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra `test`)")
 

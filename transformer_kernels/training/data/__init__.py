@@ -1,0 +1,1 @@
+"""Texts, reviews and downloads; tokenizers; the order of the items; word vectors."""
