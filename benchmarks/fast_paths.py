@@ -20,6 +20,7 @@ from torch import Tensor
 
 from benchmarks import timing
 from transformer_kernels import ops
+from transformer_kernels.backends import dispatch
 from transformer_kernels.backends.dispatch import unavailable
 from transformer_kernels.ops.attention import _compiled, _tiles, _triton
 from transformer_kernels.ops.attention._tiles import Body, Kernel
@@ -109,6 +110,8 @@ def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
 def _forget_plans() -> None:
     for cached in (_triton._plan, _tiles.find, _tiles.find_short):
         cached.cache_clear()
+    for operation in dispatch.OPERATIONS.values():
+        operation.forget_plans()
 
 
 BODIES: dict[Body, tuple[str, ...]] = {

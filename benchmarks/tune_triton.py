@@ -60,6 +60,7 @@ class Target:
         with torch.device(device):
             variants = row_calls.CALLS[self.operation][0](dtype, rows, width)
         call = described.prepare(**list(variants.values())[-1])
+        backend = backend.of(call)
         if not self.backward:
             return lambda: backend.forward(call)
         with torch.no_grad():
@@ -67,7 +68,7 @@ class Target:
         outputs = [result] if isinstance(result, Tensor) else list(result)[: described.public]
         grads = tuple(torch.randn_like(output) for output in outputs)
         wanted = (True,) * len(described.differentiable)
-        kept = result if described._kept_results else None  # as backward gets it
+        kept = result if described.kept_results else None  # as backward gets it
         return lambda: backend.backward(call, kept, grads, wanted)
 
 
@@ -75,8 +76,8 @@ def targets(operations: Sequence[str] = tuple(row_calls.CALLS)) -> list[Target]:
     """All tiles of the operations' own modules."""
     found = []
     for operation in operations:
-        module = dispatch.family(dispatch.OPERATIONS[operation].folder, "triton")
-        for tiles in vars(module).values():
+        kernels = dispatch.family(dispatch.OPERATIONS[operation].folder, "triton")
+        for tiles in vars(sys.modules[kernels.__module__]).values():
             if isinstance(tiles, Tiles) and tiles.name in (f"{operation} forward", f"{operation} backward"):
                 found.append(Target(operation, tiles, tiles.name.endswith("backward")))
     return found

@@ -61,7 +61,7 @@ MUTANTS = [
     ),
     Mutant(
         f"{OPS}/_operation.py",
-        "first = self.layout(first)",
+        "first = self.call.gradient_layout(first)",
         "pass",
         f"{EVERY} -k 'gradient_of_any_layout and torch'",
     ),
@@ -74,8 +74,8 @@ MUTANTS = [
     Mutant(f"{OPS}/_operation.py", "if functorch_is_active():", "if False:", f"{AUTOGRAD} -k vmap"),
     Mutant(
         f"{PACKAGE}/backends/dispatch.py",
-        'return _module(operation, "torch" if operation.is_empty(call) else name)',
-        'return _module(operation, "torch")',
+        'return kernels_of(operation, "torch" if call.is_empty() else name)',
+        'return kernels_of(operation, "torch")',
         "tests/test_dispatch.py tests/test_nn.py -k 'backend'",
     ),
     Mutant(f"{PACKAGE}/backends/dispatch.py", "_scoped.reset(token)", "pass", "tests/test_dispatch.py"),
@@ -313,13 +313,13 @@ MUTANTS = [
     ),
     # Training
     Mutant(
-        f"{TRAINING}/sampler.py",
+        f"{TRAINING}/data/sampler.py",
         "self.epoch, self.batch = self.epoch + 1, 0",
         "self.epoch, self.batch = self.epoch, 0",
         "tests/training/data/test_sampler.py",
     ),
     Mutant(
-        f"{TRAINING}/sampler.py",
+        f"{TRAINING}/data/sampler.py",
         "self.epoch, self.batch = int(state",
         "self.epoch, self.batch = 0 * int(state",
         "tests/training/data/test_sampler.py",

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import transformer_kernels as tk
 from tests.support import parity
-from transformer_kernels.ops.loss import _chunked
+from transformer_kernels.ops.loss import _calls
 
 SMALL = {"width": 16, "heads": 2, "layers": 2, "vocab_size": 23, "context": 12}
 OPERATIONS = {
@@ -105,13 +105,14 @@ def model_loss(model, name, labels, smoothing):
     return model.loss(*INPUTS.get(name, (TOKENS,)), labels, label_smoothing=smoothing)
 
 
+@pytest.mark.usefixtures("unplanned")
 @pytest.mark.parametrize("rows", [None, 5], ids=["at once", "in chunks"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_loss_is_the_cross_entropy_of_the_logits(name, backend, smoothing, rows, monkeypatch):
     if rows is not None:
-        monkeypatch.setattr(_chunked, "rows_at_once", lambda *_: rows)
+        monkeypatch.setattr(_calls, "rows_at_once", lambda *_: rows)
     labels = torch.tensor([1, -100]) if name == "imdb_bert" else TOKENS.roll(-1, 1).masked_fill(TOKENS % 5 == 0, -100)
     results = []
     for given in (True, False):

@@ -189,7 +189,8 @@ def test_dropout_keeps_what_the_reference_keeps():
 
     seed = torch.tensor([2**63 - 12345678901])
     x, weight = torch.ones(6, 37), torch.ones(37)
-    summed = norm.forward(NormCall(x, torch.zeros_like(x), weight, None, seed, 1e-5, 0.3, centred=True)).summed
+    call = NormCall(x, torch.zeros_like(x), weight, None, seed, 1e-5, 0.3, centred=True)
+    summed = norm.Kernels(call).forward(call).summed
     assert torch.equal(summed != 0, reference.dropout_keep(seed, 1, 6, 37, 0.3)[0])
 
 

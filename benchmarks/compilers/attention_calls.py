@@ -100,9 +100,9 @@ def _run(
         call = _call(dtype, lengths, head_dim, **arguments)
         table = torch.empty(1, lengths[0], head_dim // 2)
         angles = None if interleaved is None else Angles(table, table, interleaved)
-        result = attention.forward(call, angles)
+        result = attention.Kernels(call).forward(call, angles)
         if where != "decode":
-            attention.backward(
+            attention.Kernels(call).backward(
                 call, result, (result.out, None), (True, True, True, call.scores.bias is not None), None, angles
             )
     finally:

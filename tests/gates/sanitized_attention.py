@@ -14,7 +14,7 @@ import torch
 from transformer_kernels.backends import cuda as _extension
 from transformer_kernels.ops.attention import _compiled, _torch, prepare
 
-KERNELS = _compiled.Kernels(_extension)
+KERNELS = _compiled.Kernels.on(_extension)
 
 
 class Case(NamedTuple):
@@ -67,15 +67,15 @@ def check_case(case):
     masks = {"key_padding_mask": mask, "attn_bias": bias, "cu_seqlens": cu_seqlens, "window": window}
     call = prepare(q, k, v, **masks, causal=True, dropout_p=dropout_p)._replace(seed=seed)
     use(case.family)
-    result, want = KERNELS.forward(call), _torch.forward(call)
+    result, want = KERNELS(call).forward(call), _torch.Kernels(call).forward(call)
     check(f"{case} forward", result, want)
     if case.family == "sm90":  # a forward kernel; its backward is the general one
         use("general")
     dout = random(*q.shape, dtype=case.dtype, seed=5)
     wanted = (True, True, True, case.everything and case.family != "short")  # that family has no gradient of a bias
     into = views_of_one_buffer(q, k) if case.starts else None
-    gradients = KERNELS.backward(call, result, (dout, None), wanted, into)
-    expected = _torch.backward(call, want, (dout, None), wanted)
+    gradients = KERNELS(call).backward(call, result, (dout, None), wanted, into)
+    expected = _torch.Kernels(call).backward(call, want, (dout, None), wanted)
     check(f"{case} backward", gradients, expected)
 
 
@@ -95,9 +95,9 @@ def check_nonsense(starts):
     call = call._replace(scores=call.scores._replace(cu_seqlens=cu_seqlens))
     for family in ("general", "sm90"):
         use(family)
-        result = KERNELS.forward(call)
+        result = KERNELS(call).forward(call)
     use("general")
-    KERNELS.backward(call, result, (result.out, None), (True, True, True, False))
+    KERNELS(call).backward(call, result, (result.out, None), (True, True, True, False))
 
 
 def check(name, ours, theirs):

@@ -20,7 +20,7 @@ try:
 except BackendUnavailable as error:
     pytest.skip(str(error), allow_module_level=True)
 
-KERNELS = Kernels(cpu)
+KERNELS = Kernels.on(cpu)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -180,10 +180,10 @@ def test_nothing_beside_the_operands_is_read_or_written(packed):
     if packed:
         k[:, :, 300:] = v[:, :, 300:] = float("nan")
         call = prepare(q, k, v, **PACKED_APART, window=(29, 2), alibi_slopes=torch.rand(3), scale=0.2)
-    result = KERNELS.forward(call)
+    result = KERNELS(call).forward(call)
     into = tuple(view for view, _ in views[4:])
-    plain = KERNELS.backward(call, result, (dout, None), (True, True, True, False))
-    KERNELS.backward(call, result, (dout, None), (True, True, True, False), into)
+    plain = KERNELS(call).backward(call, result, (dout, None), (True, True, True, False))
+    KERNELS(call).backward(call, result, (dout, None), (True, True, True, False), into)
     for got, want, (_, memory) in zip(into, plain, views[4:], strict=False):
         assert torch.equal(got, want)
         got.fill_(float("nan"))
@@ -193,9 +193,9 @@ def test_nothing_beside_the_operands_is_read_or_written(packed):
 def test_unwanted_gradients_are_not_computed():
     tensors = make((20, 30))
     call = prepare(*(tensors[name].detach() for name in "qkv"), scale=0.2)
-    result = KERNELS.forward(call)
-    whole = KERNELS.backward(call, result, (torch.ones_like(result.out), None), (True, True, True, False))
+    result = KERNELS(call).forward(call)
+    whole = KERNELS(call).backward(call, result, (torch.ones_like(result.out), None), (True, True, True, False))
     for i in range(3):
         wanted = tuple(j == i for j in range(4))
-        gradients = KERNELS.backward(call, result, (torch.ones_like(result.out), None), wanted)
+        gradients = KERNELS(call).backward(call, result, (torch.ones_like(result.out), None), wanted)
         assert torch.equal(gradients[i], whole[i]) and sum(each is not None for each in gradients) == 1

@@ -13,7 +13,7 @@ from tests.support.parity import check_parity, require
 from transformer_kernels.backends import cuda as _extension
 from transformer_kernels.ops.attention import _compiled, prepare
 
-KERNELS = _compiled.Kernels(_extension)
+KERNELS = _compiled.Kernels.on(_extension)
 HALF = (torch.float16, torch.bfloat16)
 SCHEDULES = [("lowest_first", 0), ("one_warp_ahead", 1), ("one_warp_ahead", 2), ("random", 1), ("random", 2)]
 
@@ -595,12 +595,12 @@ def test_gradients_are_written_where_they_are_wanted(case, path, dtype, width, d
     """Into views of any strides: the same bits as in new tensors, without writes outside."""
     tensors = {name: x.detach() for name, x in make(dtype, device, (70, 70), heads=(4, 2), width=width).items()}
     call = prepare(*tensors.values(), key_padding_mask=padding(2, 70, device), causal=True, scale=0.2)
-    result = KERNELS.forward(call)
+    result = KERNELS(call).forward(call)
     dout = normal(2, 4, 70, width, dtype=dtype, device=device, seed=9).detach()
     saved = (call, result, (dout, None), (True, True, True, False))
-    wanted = KERNELS.backward(*saved)[:3]
+    wanted = KERNELS(call).backward(*saved)[:3]
     buffer, views = gradient_views(case, tensors, device)
-    given = KERNELS.backward(*saved, tuple(views))[:3]
+    given = KERNELS(call).backward(*saved, tuple(views))[:3]
     for want, got, view in zip(wanted, given, views, strict=True):
         assert got is view
         assert torch.equal(want, view)

@@ -16,7 +16,7 @@ from transformer_kernels.ops.attention._common import Angles
 from transformer_kernels.ops.rotary import Heads, RotaryCall
 from transformer_kernels.ops.rotary._compiled import Kernels
 
-KERNELS = _compiled.Kernels(cuda)
+KERNELS = _compiled.Kernels.on(cuda)
 TENSOR_CORES = (torch.float16, torch.bfloat16)
 CASES: dict[str, tuple[str, tuple[torch.dtype, ...], dict[str, Any]]] = {
     "plain": ("general", TENSOR_CORES, {"width": 64, "rotated": 64, "causal": True}),
@@ -72,14 +72,14 @@ def make(dtype, device, length, width, batch, padded, starts, **options):
 
 def rotated(x, angles, inverse=False):
     out = Heads(torch.empty_like(x), None)
-    Kernels(cuda).rotate(RotaryCall(x, x, *angles), Heads(x, None), out, inverse=inverse)
+    Kernels.on(cuda).rotate(RotaryCall(x, x, *angles), Heads(x, None), out, inverse=inverse)
     return out.q
 
 
 def forward_and_backward(call, angles):
-    result = KERNELS.forward(call, angles)
+    result = KERNELS(call).forward(call, angles)
     dout = torch.randn(result.out.shape, generator=torch.Generator().manual_seed(1)).to(result.out)
-    return result, KERNELS.backward(call, result, (dout, None), (True, True, True, False), angles=angles)
+    return result, KERNELS(call).backward(call, result, (dout, None), (True, True, True, False), angles=angles)
 
 
 def copied(call, angles):

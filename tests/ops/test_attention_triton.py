@@ -188,9 +188,9 @@ def test_gradients_are_written_in_the_layouts_that_are_given(backend, triton_att
     tensors = make(torch.float16, device, lengths, batch=2, heads=(2, 2 if order == "separate heads" else 1))
     q, k, v = (tensors[name].detach() for name in "qkv")
     call = prepare(q, k, v, causal=True, scale=0.2)
-    result = triton_attention.forward(call)
+    result = triton_attention.Kernels(call).forward(call)
     incoming, everything = (torch.ones_like(result.out), None), (True, True, True, False)
-    *wanted, _ = triton_attention.backward(call, result, incoming, everything)
+    *wanted, _ = triton_attention.Kernels(call).backward(call, result, incoming, everything)
     queries, keys = lengths
     grads = (
         torch.full((2, 2, queries + 3, 40), 7.0, device=device).half()[:, :, 1 : queries + 1, 8:],
@@ -206,7 +206,7 @@ def test_gradients_are_written_in_the_layouts_that_are_given(backend, triton_att
     elif order == "separate heads":
         sizes = (queries, keys, keys)
         grads = tuple(torch.full((2, 2, size + 1, 32), 7.0, device=device).half()[:, :, 1:] for size in sizes)
-    *given, _ = triton_attention.backward(call, result, incoming, everything, grads)
+    *given, _ = triton_attention.Kernels(call).backward(call, result, incoming, everything, grads)
     for got, grad, want in zip(given, grads, wanted, strict=True):
         assert got.data_ptr() == grad.data_ptr() and torch.equal(grad, want)
         assert (grad._base == 7.0).sum() == grad._base.numel() - grad.numel()

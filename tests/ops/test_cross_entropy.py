@@ -318,12 +318,12 @@ def test_a_target_that_is_no_class(gpu_backend, device, stray, options):
     weight, z_loss, softcap = (
         (torch.linspace(0.5, 1.5, 65, device=device), *others[1:]) if others else (None, 0.0, None)
     )
-    module = dispatch._module(dispatch.OPERATIONS[OP], gpu_backend)
+    module = dispatch.kernels_of(dispatch.OPERATIONS[OP], gpu_backend)
     logits, targets = normal(4, 65, dtype=torch.float32, device=device).detach(), [0, stray, 64, -100]
     call = CrossEntropyCall(
         logits, torch.tensor(targets, device=device), -100, smoothing, "none", weight, z_loss, softcap
     )
-    result = module.forward(call)
+    result = module.of(call).forward(call)
     (dlogits,) = backward(module, call, result, torch.ones_like(result.loss))
     found = [(result.loss, dlogits), module.row_losses_and_gradient(logits, call.targets, call.row_loss())]
     for losses, gradient in found:

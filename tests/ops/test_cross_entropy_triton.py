@@ -33,7 +33,7 @@ def test_two_passes_match_the_reference(backend, dtype, device, classes, smoothi
 def losses_in_place(logits, targets):
     from transformer_kernels.ops.loss import _triton as cross_entropy
 
-    return cross_entropy.row_losses_and_gradient(logits, targets, RowLoss(-100, 0.0))[0]
+    return cross_entropy.Kernels.row_losses_and_gradient(logits, targets, RowLoss(-100, 0.0))[0]
 
 
 @pytest.mark.parametrize("walked", [False, True], ids=["in registers", "walked"])
@@ -71,8 +71,8 @@ def test_the_sum_of_losses(backend, device, rows, limit, monkeypatch):
     monkeypatch.setattr(cross_entropy, "ROWS_OF_ONE_PROGRAM", limit)
     losses = torch.rand(rows, device=device)
     targets = torch.arange(rows, device=device) % 3
-    total, none = cross_entropy.reduced(losses, targets, 1, "sum")
-    mean, count = cross_entropy.reduced(losses, targets, 1, "mean")
+    total, none = cross_entropy.Kernels.reduced(losses, targets, 1, "sum")
+    mean, count = cross_entropy.Kernels.reduced(losses, targets, 1, "mean")
     assert none is None and count.item() == (targets != 1).sum().item()
     torch.testing.assert_close(total, losses.sum())
     torch.testing.assert_close(mean, losses.sum() / count)
@@ -97,10 +97,10 @@ def test_more_than_two_to_the_31_elements(device):
     targets = torch.full((rows,), 7, device=device)
     expected = F.cross_entropy(logits[-1:].float(), targets[-1:])
     call = prepared(OP, logits, targets, reduction="none")
-    result = cross_entropy.forward(call)
+    result = cross_entropy.Kernels(call).forward(call)
     torch.testing.assert_close(result.loss[-1], expected)
     ones = torch.ones(rows, device=device)
-    (dlogits,) = backward(cross_entropy, call, result, ones)
+    (dlogits,) = backward(cross_entropy.Kernels, call, result, ones)
     p = torch.softmax(logits[-1].float(), -1)
     p[7] -= 1.0
     torch.testing.assert_close(dlogits[-1].float(), p, atol=1e-4, rtol=2e-2)

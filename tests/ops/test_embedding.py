@@ -162,13 +162,13 @@ def test_a_kernel_reads_nothing_for_an_unknown_id(backend, device, token, positi
     tensors["tokens"][1, 2], ids[1, 2] = token, position
     order = (tensors["weight"], tensors["tokens"], tensors["positions"], ids, tensors["norm_weight"])
     call = EmbeddingCall(*order, tensors["norm_bias"], None, 1.0, 1e-5, 0.0)
-    module = dispatch._module(dispatch.OPERATIONS[OP], backend)
-    result = module.forward(call)
+    module = dispatch.kernels_of(dispatch.OPERATIONS[OP], backend)
+    result = module.of(call).forward(call)
     y = result.y.clone()
     assert y[1, 2].isnan().all()
     y[1, 2] = whole[1, 2]
     assert torch.equal(y, whole)
-    monkeypatch.setattr(module, "table_gradients", lambda call, ds, wanted: (ds, None))
+    monkeypatch.setattr(module, "table_gradients", lambda self, call, ds, wanted: (ds, None))
     ds, *_ = backward(module, call, result, torch.ones_like(y))
     assert ds[1, 2].isnan().all() == norm and ds[0].isfinite().all()
 

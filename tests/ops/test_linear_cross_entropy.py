@@ -18,21 +18,21 @@ from python_ref import ops as reference
 from tests.support.arguments import normal
 from tests.support.parity import check_parity
 from transformer_kernels.backends import dispatch
-from transformer_kernels.ops.loss import _chunked
+from transformer_kernels.ops.loss import _calls
 
 OP = "linear_cross_entropy"
 
 
 @pytest.fixture(params=[None, 16], ids=["at once", "in chunks"])
-def rows_at_once(request, monkeypatch):
+def rows_at_once(request, monkeypatch, unplanned):
     if request.param is not None:
-        monkeypatch.setattr(_chunked, "rows_at_once", lambda *_: request.param)
+        monkeypatch.setattr(_calls, "rows_at_once", lambda *_: request.param)
     yield request.param
 
 
 @pytest.fixture
-def in_chunks(monkeypatch):
-    monkeypatch.setattr(_chunked, "rows_at_once", lambda *_: 16)
+def in_chunks(monkeypatch, unplanned):
+    monkeypatch.setattr(_calls, "rows_at_once", lambda *_: 16)
 
 
 def make(dtype, device, rows, classes, width=24, bias=True):
@@ -175,8 +175,8 @@ def test_retain_graph_and_a_second_backward(backend, device):
         torch.testing.assert_close(2.0 * one, two)
 
 
-def test_double_backward_in_chunks_is_an_error(device, monkeypatch):
-    monkeypatch.setattr(_chunked, "rows_at_once", lambda *_: 16)
+def test_double_backward_in_chunks_is_an_error(device, monkeypatch, unplanned):
+    monkeypatch.setattr(_calls, "rows_at_once", lambda *_: 16)
     tensors = make(torch.float32, device, 37, 30)
     loss = tk.linear_cross_entropy(**tensors, backend="torch").square()
     grads = torch.autograd.grad(loss, [tensors["x"], tensors["weight"]], create_graph=True)
@@ -247,14 +247,14 @@ class LargestResult(TorchDispatchMode):
 def test_never_holds_all_the_logits(device, wanted):
     rows, classes, width = 1100, 16411, 8
     tensors = make(torch.float32, device, rows, classes, width)
-    module = dispatch._module(dispatch.OPERATIONS[OP], "torch")  # the chunks are the same in every backend
+    module = dispatch.kernels_of(dispatch.OPERATIONS[OP], "torch")  # the chunks are the same in every backend
     leaves = [tensors[name].detach() for name in ("x", "weight", "targets", "bias")]
-    call = _chunked.LinearCrossEntropyCall(*leaves, -100, 0.0, "mean", torch.float32, [wanted] * 3)
-    chunk = _chunked.rows_at_once(classes, torch.float32, torch.device("cpu"))
+    call = _calls.LinearCrossEntropyCall(*leaves, -100, 0.0, "mean", torch.float32, [wanted] * 3)
+    chunk = _calls.rows_at_once(classes, torch.float32, torch.device("cpu"))
     assert chunk < rows // 2
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch, LargestResult() as seen:
-        patch.setattr(_chunked, "rows_at_once", lambda *_: chunk)
-        module.forward(call)
+        patch.setattr(_calls, "rows_at_once", lambda *_: chunk)
+        module(call).forward(call)
     aligned = -(-classes // 4) * 4
     assert chunk * classes * 4 <= seen.bytes <= chunk * aligned * 4
 
@@ -262,9 +262,9 @@ def test_never_holds_all_the_logits(device, wanted):
 @pytest.mark.parametrize(("classes", "dtype"), [(65, torch.float32), (50257, torch.bfloat16), (262144, torch.float32)])
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_chunks_are_bounded(classes, dtype, device_type):
-    rows = _chunked.rows_at_once(classes, dtype, torch.device(device_type))
-    within = rows * classes * dtype.itemsize <= _chunked.CHUNK_BYTES[device_type]
-    assert within or rows == _chunked.FEWEST_ROWS
+    rows = _calls.rows_at_once(classes, dtype, torch.device(device_type))
+    within = rows * classes * dtype.itemsize <= _calls.CHUNK_BYTES[device_type]
+    assert within or rows == _calls.FEWEST_ROWS
 
 
 @pytest.mark.usefixtures("rows_at_once")

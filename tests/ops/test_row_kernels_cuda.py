@@ -8,11 +8,10 @@ from torch import Tensor
 
 import transformer_kernels as tk
 from tests.support.arguments import DTYPES, dtype_id, normal
-from tests.support.operations import EXAMPLES, backward, function, prepared, row_operations
+from tests.support.operations import EXAMPLES, backward, forward_of, function, prepared, row_operations
 from transformer_kernels.backends import cuda as _extension
 from transformer_kernels.backends import dispatch
 from transformer_kernels.ops.loss._calls import RowLoss
-from transformer_kernels.ops.rotary import Rotation
 
 ACTIVATION, EMBEDDING, LOSS, NORM, ROTARY, SOFTMAX = (
     dispatch.family(f"transformer_kernels.ops.{family}", "cuda")
@@ -52,13 +51,13 @@ def test_a_row_is_read_once(emulation, dtype, columns):
     weight = torch.ones(columns)
     row_bytes = rows * columns * x.element_size()
     call = prepared("softmax", x)
-    assert counted(emulation, SOFTMAX.forward, call)["global_load_bytes"] == row_bytes
+    assert counted(emulation, forward_of, SOFTMAX, call)["global_load_bytes"] == row_bytes
     assert counted(emulation, backward, SOFTMAX, call, x, dy)["global_load_bytes"] == 2 * row_bytes
     parameters = 2 * rows * columns * 4  # weight and bias, which stay in the L2 cache
-    forward = counted(emulation, NORM.forward, prepared("layer_norm", x, weight, weight))
+    forward = counted(emulation, forward_of, NORM, prepared("layer_norm", x, weight, weight))
     assert forward["global_load_bytes"] == row_bytes + parameters
     assert forward["global_store_bytes"] == row_bytes + 2 * 4 * rows
-    forward = counted(emulation, NORM.forward, prepared("rms_norm", x, weight))
+    forward = counted(emulation, forward_of, NORM, prepared("rms_norm", x, weight))
     assert forward["global_load_bytes"] == row_bytes + parameters // 2
     assert forward["global_store_bytes"] == row_bytes + 4 * rows
 
@@ -101,7 +100,7 @@ def test_an_embedding_reads_each_token_and_each_place_once(emulation, dtype, col
     row_bytes, ids = rows * columns * weight.element_size(), rows * columns // (16 // weight.element_size()) * 8
     for factor, parameters, statistics in ((None, 0, 0), (norm, 2 * rows * columns * 4, 8 * rows)):
         call = prepared("embedding", tokens, weight, positions, factor, factor)
-        counters = counted(emulation, EMBEDDING.forward, call)
+        counters = counted(emulation, forward_of, EMBEDDING, call)
         assert counters["global_load_bytes"] == 2 * row_bytes + ids + parameters
         assert counters["global_store_bytes"] == row_bytes + statistics
 
@@ -114,7 +113,7 @@ def test_rows_travel_by_16_bytes(emulation, dtype):
         (ACTIVATION, prepared("gelu", x)),
         (ACTIVATION, prepared("swiglu", x)),
     ):
-        counters = counted(emulation, module.forward, call)
+        counters = counted(emulation, forward_of, module, call)
         assert counters["global_load_bytes"] == 16 * counters["global_loads"]
         assert counters["global_store_bytes"] == 16 * counters["global_stores"]
 
@@ -125,7 +124,7 @@ def test_rotated_heads_are_read_once_and_written_by_16_bytes(emulation, dtype, i
     """Each head reads the angles of its tokens again, from the first-level cache."""
     heads, angles = random(1, 4, 3, 96, dtype=dtype), torch.ones(3, 32)
     call = prepared("rotary", heads, heads, angles, angles, interleaved=interleaved)
-    counters = counted(emulation, Rotation(ROTARY).forward, call)
+    counters = counted(emulation, forward_of, ROTARY, call)
     size = 2 * heads.numel() * heads.element_size()
     assert counters["global_load_bytes"] == size + 8 * 2 * angles.numel() * 4
     assert counters["global_store_bytes"] == size == 16 * counters["global_stores"]
@@ -181,7 +180,7 @@ def test_partial_sums_do_not_depend_on_their_number_of_rows(emulation):
     x = random(1, 96, dtype=torch.float32).expand(67, 96).contiguous()
     weight = torch.ones(96)
     call = prepared("layer_norm", x, weight, weight)
-    _, _, dweight, dbias = backward(NORM, call, NORM.forward(call), torch.ones_like(x))
+    _, _, dweight, dbias = backward(NORM, call, forward_of(NORM, call), torch.ones_like(x))
     normalised = (x[0] - x[0].mean()) / (x[0].var(unbiased=False) + 1e-5).sqrt()
     torch.testing.assert_close(dweight, 67 * normalised, atol=1e-4, rtol=1e-5)
     assert dbias is not None and torch.equal(dbias, torch.full_like(dbias, 67.0))

@@ -63,11 +63,12 @@ def _attention(rows, width):
         (1, rows * width, {"cu_seqlens": starts, "causal": True}),
     ):
         call = prepare(*_projected(batch, length), **options)
-        result = attention.forward(call)
+        result = attention.Kernels(call).forward(call)
         wanted = (True, True, True, "attn_bias" in options)
-        attention.backward(call, result, (call.q, None), wanted, _projected(batch, length))
+        attention.Kernels(call).backward(call, result, (call.q, None), wanted, _projected(batch, length))
     for cached in (torch.empty(rows, HEADS, width, 64, dtype=torch.bfloat16), _projected(rows, width)[1]):
-        attention.forward(prepare(cached[:, :, -1:], cached, cached, causal=True))
+        call = prepare(cached[:, :, -1:], cached, cached, causal=True)
+        attention.Kernels(call).forward(call)
 
 
 def _short_attention(rows, width):
@@ -78,8 +79,8 @@ def _short_attention(rows, width):
     length = 72 + width % 48
     for mask in (None, torch.ones(rows, length, dtype=torch.bool)):
         call = prepare(*_projected(rows, length), key_padding_mask=mask)
-        result = attention.forward(call)
-        attention.backward(call, result, (call.q, None), (True, True, True, False))
+        result = attention.Kernels(call).forward(call)
+        attention.Kernels(call).backward(call, result, (call.q, None), (True, True, True, False))
 
 
 HEADS = 4

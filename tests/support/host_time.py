@@ -65,11 +65,11 @@ def _counted():
         for path, length in LENGTHS.items():
             q, k, v = torch.empty(1, length, 3, 2, 64, dtype=torch.bfloat16).transpose(1, 3).unbind(2)
             call = prepare(q, k, v, causal=True, scale=0.125)
-            result = attention.forward(call)
+            result = attention.Kernels(call).forward(call)
             given = call, result, (torch.empty_like(result.out), None), (True, True, True, False)
             passes = {
-                "forward": lambda call=call: attention.forward(call),
-                "backward": lambda given=given: attention.backward(*given),
+                "forward": lambda call=call: attention.Kernels(call).forward(call),
+                "backward": lambda given=given: attention.Kernels(given[0]).backward(*given),
             }
             for name, each in passes.items():
                 found[f"{path} {name}"] = called(each)

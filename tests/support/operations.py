@@ -30,10 +30,15 @@ def prepared(op, *arguments, **options):
     return dispatch.OPERATIONS[op].prepare(*arguments, **options)
 
 
-def backward(module, call, result, *grads, wanted=None):
+def forward_of(kernels, call):
+    """The results of a backend's kernels."""
+    return kernels.of(call).forward(call)
+
+
+def backward(kernels, call, result, *grads, wanted=None):
     """A backend's backward for a call and its forward result; all gradients are required unless `wanted` is given."""
     operation = next(each for each in dispatch.OPERATIONS.values() if each.call is type(call))
-    return module.backward(call, result, grads, wanted or (True,) * len(operation.differentiable))
+    return kernels.of(call).backward(call, result, grads, wanted or (True,) * len(operation.differentiable))
 
 
 def dispatched(monkeypatch):
@@ -54,6 +59,5 @@ def without_plans(kept=dict):
     """Within this context calls are not planned as before it, nor after it as within; `kept` makes the new plans."""
     with ExitStack() as stack:
         for operation in dispatch.OPERATIONS.values():
-            for plans in ("plans", "calls", "recent"):
-                stack.enter_context(mock.patch.object(operation, plans, kept()))
+            stack.enter_context(mock.patch.object(operation, "plans", kept()))
         yield

@@ -51,7 +51,7 @@ def require(op, backend, device, dtype):
     """Skip, with the reason, a backend that cannot run this operation here."""
     if (reason := dispatch.unavailable(backend, device)) is not None:
         pytest.skip(f"{backend}: {reason}")
-    if dispatch._module(dispatch.OPERATIONS[op], backend) is None:
+    if dispatch.kernels_of(dispatch.OPERATIONS[op], backend) is None:
         pytest.skip(f"{backend} has no {op} kernel")
     if backend == "triton" and op == "attention" and device.type == "cpu" and dtype is torch.bfloat16:
         pytest.skip("Triton's interpreter computes bfloat16 products wrongly; they are tested on a GPU")

@@ -2,10 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+
+class Backend(NamedTuple):
+    """What `dispatch` knows of a backend.
+
+    Attributes:
+        name: as in `backend=`.
+        rank: by device type, the place in the order in which "auto" asks; it does not ask on other devices.
+        unavailable: device -> why it cannot run there at all, with the remedy; None if it can.
+        cause: the error that prevented loading, to be chained.
+        machine: that of the families' `_compiled.py`, if the backend is a compiled module.
+    """
+
+    name: str
+    rank: Mapping[str, int]
+    unavailable: Callable[[torch.device], str | None] = lambda device: None
+    cause: Callable[[], BaseException | None] = lambda: None
+    machine: Any = None
+
+
+REGISTERED: dict[str, Backend] = {}
+"""By name; each backend registers itself where it is defined."""
+
+
+def register(backend: Backend) -> None:
+    """Make a backend known to `dispatch`."""
+    REGISTERED[backend.name] = backend
 
 
 class Machine(Protocol):
@@ -46,38 +74,6 @@ class Machine(Protocol):
     ) -> tuple[Tensor | None, int]:
         """Memory for the partial sums of `sums` such gradients by a kernel over whole rows, or over tiles of columns,
         and how many rows it has."""
-
-
-class Compiled:
-    """The kernels of a family on one machine; `bound_to` is the family's subclass of `Bound`."""
-
-    bound_to: Any
-
-    def __init__(self, machine: Machine) -> None:
-        self.machine, self.__name__ = machine, machine.__name__
-
-    def bound(self, call: Any) -> Any:
-        """The kernels bound to the layout of this call, with `forward` and `backward`."""
-        return self.bound_to(self.machine, call)
-
-    def forward(self, call: Any) -> Any:
-        """Bind the kernels and run the forward pass."""
-        return self.bound(call).forward(call)
-
-    def backward(self, call: Any, result: Any, grads: Any, wanted: Any) -> Any:
-        """Bind the kernels and run the backward pass."""
-        return self.bound(call).backward(call, result, grads, wanted)
-
-
-class Bound:
-    """The kernels of one machine bound to calls of one layout, of which `x` is a tensor."""
-
-    def __init__(self, machine: Machine, x: Tensor) -> None:
-        self._machine, self._device, self._dtype = machine, x.device, machine.DTYPE_CODES[x.dtype]
-
-    def _bind(self, kernel: str, **fields: Any) -> Any:
-        """`Machine.bind` with the fields that follow the dtype in the kernel's structure."""
-        return self._machine.bind(kernel, self._device, dtype=self._dtype, **fields)
 
 
 Memory = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import sys
 import threading
 from collections import namedtuple
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 
+from transformer_kernels.backends import Backend, register
 from transformer_kernels.backends import build as _build
 from transformer_kernels.backends.errors import BackendUnavailable
 
@@ -202,3 +204,6 @@ def _use(switch: Callable[[str], None], level: str) -> None:
     switch(level)
     for forget in dependents:
         forget()
+
+
+register(Backend("cpu", {"cpu": 0}, unavailable, cause, sys.modules[__name__]))

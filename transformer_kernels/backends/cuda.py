@@ -10,6 +10,7 @@ import functools
 import importlib.machinery
 import importlib.util
 import os
+import sys
 import threading
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 
+from transformer_kernels.backends import Backend, register
 from transformer_kernels.backends import build as _build
 from transformer_kernels.backends.errors import BackendUnavailable
 
@@ -216,3 +218,6 @@ def _refuse_stale(module: Any, path: Path) -> None:
             f"the CUDA extension {path.name} was built from other sources ({found[:16]}, expected {expected[:16]}): "
             "rebuild it with python setup.py build_ext --inplace, or reinstall with pip install ."
         ) from cause
+
+
+register(Backend("cuda", {"cuda": 1}, unavailable, cause, sys.modules[__name__]))

@@ -13,16 +13,24 @@ from typing import Any, Protocol
 
 import torch
 
-from transformer_kernels.backends import cpu as _cpu
-from transformer_kernels.backends import cuda as _extension
-from transformer_kernels.backends import triton as _triton
+from transformer_kernels.backends import REGISTERED, Backend, register
 from transformer_kernels.backends.errors import BackendUnavailable, UnsupportedByBackend
 
-BACKENDS = ("torch", "cpu", "triton", "cuda")
 ENVIRONMENT_VARIABLE = "TRANSFORMER_KERNELS_BACKEND"
 
-# The order in which "auto" asks. On a CPU the kernels for GPUs run only interpreted or emulated, for tests.
-AUTO_ORDER = {"cuda": ("triton", "cuda", "torch"), "cpu": ("cpu", "torch")}
+register(Backend("torch", {"cpu": 9, "cuda": 9}))
+BACKENDS = ("torch", "cpu", "triton", "cuda")
+for _name in BACKENDS[1:]:
+    import_module(f"transformer_kernels.backends.{_name}")
+
+
+def _auto_order(device_type: str) -> tuple[str, ...]:
+    ranks = {each.rank[device_type]: each.name for each in REGISTERED.values() if device_type in each.rank}
+    return tuple(ranks[rank] for rank in sorted(ranks))
+
+
+# On a CPU the kernels for GPUs run only interpreted or emulated, for tests.
+AUTO_ORDER = {device_type: _auto_order(device_type) for device_type in ("cuda", "cpu")}
 AUTO_ORDER_ELSEWHERE = ("torch",)
 
 
@@ -31,15 +39,11 @@ class Operation(Protocol):
 
     name: str
     folder: str
-    by_pytorch: tuple[str, ...]
-    adapt: Callable[[Any], Any] | None
+    adapter: Any
     prepare: Callable[..., Any]
 
     def forget_plans(self) -> None:
         """Validate and dispatch the next call of each layout again."""
-
-    def is_empty(self, call: Any) -> bool:
-        """Whether there is nothing to launch."""
 
     def crossover(self, call: Any) -> str | None:
         """Which calls `patch` and `accelerate` leave to PyTorch, or None."""
@@ -53,7 +57,7 @@ distrusted: Callable[[str, str, Any], str | None] | None = None
 
 _scoped: ContextVar[str | None] = ContextVar("transformer_kernels_backend", default=None)
 _default: str | None = None
-_modules: dict[tuple[str, str], Any] = {}
+_kernels: dict[tuple[str, str], Any] = {}
 
 
 def _checked(backend: str) -> str:
@@ -113,54 +117,49 @@ def requested(backend: str | None) -> str:
     return get_backend() if backend is None else _checked(backend)
 
 
-def _module(operation: Operation, backend: str) -> Any:
-    """The backend's `forward` and `backward` of an operation, imported once; None where it has none."""
+def kernels_of(operation: Operation, backend: str) -> Any:
+    """The backend's class of kernels of an operation (ops/_kernels.py), imported once; None where it has none."""
     try:
-        return _modules[operation.name, backend]
+        return _kernels[operation.name, backend]
     except KeyError:
         pass
-    module = family(operation.folder, "torch" if backend in operation.by_pytorch else backend)
-    adapted = module if module is None or operation.adapt is None else operation.adapt(module)
-    return _modules.setdefault((operation.name, backend), adapted)
+    kernels = family(operation.folder, backend)
+    if kernels is not None and operation.adapter is not None:
+        kernels = operation.adapter.on(kernels, backend)
+    return _kernels.setdefault((operation.name, backend), kernels)
 
 
 def family(folder: str, backend: str) -> Any:
-    """The kernels of a backend for a family of operations, by its folder's module; None where there are none.
+    """The class of kernels of a backend for a family of operations, by its folder's module; None without a file.
 
-    Its file has the backend's name; the two compiled backends may share `_compiled`.
+    The file has the backend's name; the two compiled backends may share `_compiled`.
     """
     if find_spec(f"{folder}._{backend}") is not None:
-        return import_module(f"{folder}._{backend}")
-    machine = {"cpu": _cpu, "cuda": _extension}.get(backend)
+        return import_module(f"{folder}._{backend}").Kernels
+    machine = REGISTERED[backend].machine
     if machine is None or find_spec(f"{folder}._compiled") is None:
         return None
-    return import_module(f"{folder}._compiled").Kernels(machine)
+    return import_module(f"{folder}._compiled").Kernels.on(machine)
 
 
 def unavailable(backend: str, device: torch.device) -> str | None:
     """Why `backend` cannot run on `device` at all, with the remedy; None if it can."""
-    if backend == "cpu":
-        return _cpu.unavailable(device)
-    if backend == "triton":
-        return _triton.unavailable(device)
-    if backend == "cuda":
-        return _extension.unavailable(device)
-    return None
+    return REGISTERED[backend].unavailable(device)
 
 
 def _refusal(operation: Operation, backend: str, call: Any) -> str | None:
     """Why an available backend does not take this call; None if it does."""
     if backend != "torch" and call[0].dtype is torch.float64:
         return "float64 is computed by backend='torch' only"
-    module = _module(operation, backend)
-    if module is None:
+    kernels = kernels_of(operation, backend)
+    if kernels is None:
         return f"it has no {operation.name} kernel"
-    unsupported = getattr(module, "unsupported", None)
-    return None if unsupported is None else unsupported(call)
+    reason: str | None = kernels.unsupported(call)
+    return reason
 
 
 def select(operation: Operation, backend: str | None, call: Any) -> Any:
-    """The module whose `forward(call)` computes this call; call[0] is a tensor.
+    """The class of the kernels that compute this call; call[0] is a tensor.
 
     Raises:
         BackendUnavailable: the named backend cannot run on this device.
@@ -171,12 +170,11 @@ def select(operation: Operation, backend: str | None, call: Any) -> Any:
     if name == "auto":
         name = _automatic(operation, call, device)[0]
     elif (reason := unavailable(name, device)) is not None:
-        loaded = {"cpu": _cpu, "cuda": _extension}.get(name)
-        cause = None if loaded is None else loaded.cause()
+        cause = REGISTERED[name].cause()
         raise BackendUnavailable(f"{operation.name}: backend {name!r} is not available: {reason}") from cause
     elif (reason := _refusal(operation, name, call)) is not None:
         raise UnsupportedByBackend(f"{operation.name}: backend {name!r} does not support this call: {reason}")
-    return _module(operation, "torch" if operation.is_empty(call) else name)
+    return kernels_of(operation, "torch" if call.is_empty() else name)
 
 
 def _automatic(operation: Operation, call: Any, device: torch.device) -> tuple[str, dict[str, str]]:
@@ -184,7 +182,7 @@ def _automatic(operation: Operation, call: Any, device: torch.device) -> tuple[s
     refusals: dict[str, str] = {}
     for name in AUTO_ORDER.get(device.type, AUTO_ORDER_ELSEWHERE):
         reason = unavailable(name, device) or _refusal(operation, name, call)
-        if reason is None and distrusted is not None and not operation.is_empty(call):
+        if reason is None and distrusted is not None and not call.is_empty():
             reason = distrusted(operation.name, name, call)
         if reason is None:
             return name, refusals

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 
+from transformer_kernels.backends import Backend, register
 from transformer_kernels.backends.errors import BackendUnavailable
 
 MINIMUM_VERSION = (3, 4)
@@ -242,3 +243,6 @@ def _unavailable_on(device_type: str, index: int | None) -> str | None:
 @functools.cache
 def _device_capability(index: int | None) -> Capability:
     return torch.cuda.get_device_capability(index)
+
+
+register(Backend("triton", {"cuda": 0}, unavailable))

@@ -397,8 +397,8 @@ class Recording(TorchDispatchMode):
         with self:
             if name.endswith("_backward"):
                 return operation.run_backward(*arguments)
-            if operation.check_when_run is not None:
-                self.on_host(operation.check_when_run, (operation.nested(arguments[:-1]),))
+            if operation.call.check_when_run is not None:
+                self.on_host(operation.call.check_when_run, (operation.nested(arguments[:-1]),))
             outputs = operation.compute(*arguments)
             if isinstance(outputs, Tensor):
                 return outputs

@@ -7,11 +7,12 @@ registered with torch.library. The last costs several times the others, so it is
 
 from __future__ import annotations
 
-import operator
+import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import MappingProxyType
-from typing import Any, get_type_hints
+from functools import partial
+from itertools import zip_longest
+from typing import Any, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -21,13 +22,10 @@ from torch.compiler import is_compiling
 
 from transformer_kernels.backends import cpu, dispatch
 from transformer_kernels.ops import _crossovers, _plan
+from transformer_kernels.ops._kernels import Adapter, Call, Kernels, Wanted
 from transformer_kernels.ops._plan import any_autocast, dispatch_modes, functorch_is_active, is_jit_tracing, items
 
-Grads = tuple[Any, ...]
-"""The incoming gradients of a backend's backward; None in one that did not come in, where there are several."""
-
-Wanted = tuple[bool, ...]
-"""Which of the differentiable fields' gradients are wanted."""
+P = TypeVar("P")
 
 LIBRARY = torch.library.Library("transformer_kernels", "FRAGMENT")
 
@@ -71,80 +69,41 @@ def refuse_transforms(op: str, *tensors: Tensor | None) -> None:
 class Operation:
     """One operation: what its call and its results are, what backward keeps of them, and the routes to a backend.
 
-    A backend is a module with `forward(call) -> result` and `backward(call, result, grads, wanted) -> gradients`. For
-    backward, `call` and `result` hold None in the fields that are not kept; `grads` are those of the public outputs,
-    and `wanted` says which of the differentiable fields' gradients are.
-
     Args:
         name: that of the public function.
-        call: a NamedTuple of the checked arguments, its fields of the types in SCHEMA_TYPES; the first is a tensor. A
-            field may be such a NamedTuple itself: its fields are then named "record.field" below.
-        prepare: the public function's arguments, without `backend` -> the validated call.
-        options: the names, separated by spaces, by which `prepare` takes the last arguments of `run`.
-        fake: call -> the results as empty tensors (None for an absent one), which is what a tracer sees.
+        call: a NamedTuple of the checked arguments, a `record` whose fields have the types in SCHEMA_TYPES; the first
+            is a tensor. A field may be such a NamedTuple itself: its fields are then named "record.field" below.
+        prepare: the arguments of `run` -> the validated call; its keyword-only parameters are the last ones of `run`.
         differentiable: the fields that have a gradient.
         result: a NamedTuple of what forward returns, or None where that is one tensor.
         public: how many of the results, the first ones, are the caller's.
-        all_outputs_if: the option of the public function without which only the first output is returned; None: always
-            all of them.
-        dropped: tensor fields of the call that backward does without,
-        dropped_when: call -> whether it does so in this call; in every call unless given.
-        described: tensor fields whose shape and dtype are all that backward needs: they may be written to before it.
         kept: results that backward needs, or () ; "" stands for the only one. The first has the shape of the first
             output wherever there are several outputs.
-        like: for a dropped differentiable field, the kept result that its gradient is shaped as.
-        sizes: the fields that make the call empty when one of them has no element; the first field unless given.
-        composed: (module, call, backend, whether autograd records it) -> the output where other operators answer, which
-            autograd then sees, else None.
-        by_pytorch: the backends in which it is PyTorch's operator: the vendor's library computes it best.
-        kernels: the operation whose backend files answer, and `adapt`: from such a module to one of this operation.
-        ahead: a backend may have `forward_with_gradient(call) -> (result, the gradient of a loss) or None`,
-            `scale_gradient(gradient, dloss)`, which multiplies it in place, and, where it is the gradient of an
-            intermediate result, `below(call, gradient, wanted)`, which returns the gradients of the call's tensors.
-        second_order: (call, result, grads, wanted) -> gradients, in differentiable PyTorch. Without it a gradient that
-            is to be differentiated again is an error.
-        layout: what backends want of an incoming gradient.
-        empty_gradients: call -> empty tensors laid out as the gradients are; contiguous ones unless given.
-        native: call -> PyTorch's own function that means the same, as `_crossovers.Native`, or None.
-        check_when_run: call -> None, what a traced call could not check because its tensors had no values.
+        dropped: tensor fields that backward does without where `call.drops()`, and the kept result, if any, as which
+            the gradient of such a field is shaped.
+        kernels: the family whose backend files answer, that of `call` unless named, or an `Adapter` and its family.
     """
 
     def __init__(
         self,
         name: str,
         call: type[Any],
-        *,
         prepare: Callable[..., Any],
-        options: str = "",
-        fake: Callable[[Any], Any],
+        *,
         differentiable: tuple[str, ...],
         result: type[Any] | None = None,
         public: int = 1,
-        all_outputs_if: str | None = None,
-        dropped: tuple[str, ...] = (),
-        dropped_when: Callable[[Any], bool] | None = None,
-        described: tuple[str, ...] = (),
         kept: tuple[str, ...] = (),
-        like: Mapping[str, str] | None = None,
-        sizes: tuple[str, ...] = (),
-        composed: Callable[[Any, Any, str | None, bool], Tensor | None] | None = None,
-        by_pytorch: tuple[str, ...] = (),
-        kernels: str | None = None,
-        adapt: Callable[[Any], Any] | None = None,
-        ahead: bool = False,
-        second_order: Callable[..., tuple[Tensor | None, ...]] | None = None,
-        layout: Callable[[Tensor], Tensor] = Tensor.contiguous,
-        empty_gradients: Callable[[Any], tuple[Tensor | None, ...]] | None = None,
-        native: Callable[[Any], _crossovers.Native | None] | None = None,
-        check_when_run: Callable[[Any], None] | None = None,
+        dropped: Mapping[str, str | None] | None = None,
+        kernels: str | tuple[type[Adapter], str] | None = None,
     ) -> None:
         self.name, self.call, self.result, self.public = name, call, result, public
-        self._all_outputs_if, self._other_grads = all_outputs_if, (None,) * (public - 1)
-        self.kernels, self.adapt, self.second_order = kernels or name, adapt, second_order
-        self.folder, self.prepare, self._options = f"{__package__}.{self.kernels}", prepare, options.split()
-        self.composed, self.by_pytorch, self.ahead, self.native = composed, by_pytorch, ahead, native
-        self.fake, self.layout, self.check_when_run = fake, layout, check_when_run
-        self.empty_gradients = empty_gradients or self._empty_gradients
+        self.prepare, self._options = prepare, _keyword_only(prepare)
+        self.adapter: type[Adapter] | None = None
+        if isinstance(kernels, tuple):
+            self.adapter, kernels = kernels
+        self.folder = f"{__package__}.{kernels or name}"
+        self._other_grads = (None,) * (public - 1)
         hints = get_type_hints(call)
         self._parts = tuple(_parts(hints.values()))
         self._has_records = any(record for record, _ in self._parts)
@@ -154,12 +113,10 @@ class Operation:
         tensors = [field for field in fields if types[field].startswith("Tensor")]
         self.fields, self.differentiable = fields, tuple(fields.index(field) for field in differentiable)
         self.names, self.inputs = differentiable, _plan.attributes(call, differentiable)
-        self._sizes = operator.attrgetter(*sizes) if len(sizes) > 1 else operator.itemgetter(slice(1))
-        always = dropped if dropped_when is None else ()
+        dropped = dropped or {}
+        always = dropped if call.drops is Call.drops else ()
         self._kept_call = tuple(fields.index(field) for field in tensors if field not in always)
         self._dropped = frozenset(fields.index(field) for field in dropped)
-        self.dropped_when = dropped_when
-        self.described = frozenset(fields.index(field) for field in described)
         self.results, self.kept_results = len(results), tuple(results.index(field) for field in kept)
         self.saved_results = items(self.kept_results)
         self._numbers = tuple(i for i, field in enumerate(fields) if field not in tensors)
@@ -168,142 +125,128 @@ class Operation:
         self._restored = items([saved.get(i, -1) for i in range(len(fields))])
         found = {result: index for index, result in enumerate(self.kept_results)}
         self._restored_results = items([found.get(i, -1) for i in range(len(results))])
-        self._like = {fields.index(field): results.index(other) for field, other in (like or {}).items()}
-        self.plans: _plan.Plans = {}  # by the layout of the arguments
-        self.calls: _plan.Plans = {}  # by that of the call
-        self.recent: _plan.Plans = {}  # the last plan of calls whose first tensor has a shape
+        shaped = {field: like for field, like in dropped.items() if like is not None}
+        self._like = {fields.index(field): results.index(like) for field, like in shaped.items()}
+        self.plans: _plan.Plans = {}
         cpu.dependents.append(self.forget_plans)
         dispatch.OPERATIONS[name] = self
         self._register(types)
 
     def forget_plans(self) -> None:
         """Validate and dispatch the next call of each layout again."""
-        for plans in (self.plans, self.calls, self.recent):
-            plans.clear()
+        self.plans.clear()
 
-    def run(self, backend: str | None, *arguments: Any, **options: Any) -> Any:
-        """The public outputs for the arguments of `prepare`: one tensor or a tuple of them."""
+    def run(self, backend: str | None, *arguments: Any, outputs: int | None = None) -> Any:
+        """The public outputs for the arguments of `prepare`, or the first `outputs`: one tensor or a tuple of them."""
+        public = self.public if outputs is None else outputs
         if is_compiling():
-            return self(self.prepared(arguments, options), backend)
-        values = (*arguments, *options.values()) if options else arguments
+            return self(self.prepared(arguments), backend, public)
         try:
-            plan = self.recent.get(arguments[0].shape)
+            plan = self.plans.get(arguments[0].shape)
         except (AttributeError, RuntimeError):  # no tensor, or a nested one
             plan = None
-        if plan is None or not plan.fits(backend, values):
-            layout = _plan.layout(backend, values)
-            plan = self.plans.get(layout)
+        if plan is None or plan.public != public or not plan.fits(backend, arguments):
+            layout = _plan.layout(backend, arguments)
+            plan = self.plans.get((public, layout))
             if plan is None:
-                return self._first(backend, layout, arguments, options)
-            _plan.keep(self.recent, arguments[0].shape, plan)
+                return self._first(backend, layout, arguments, public, outputs)
+            _plan.keep(self.plans, arguments[0].shape, plan)
         if plan.native is not None:
-            return plan.native(*values)
-        call = plan.call(values)
+            return plan.native(*arguments)
+        call = plan.call(arguments)
         if plan.check is not None:
             plan.check(call)
         if plan.composed is not None:
             return self.computed(plan, call, backend)
         if plan.recorded:  # as in `computed`, without its call
             return _recorded(plan, call, *plan.inputs(call))
-        outputs = plan.forward(call)
-        return outputs if self.result is None else plan.outputs(outputs)
+        results = plan.forward(call)
+        return results if self.result is None else plan.outputs(results)
 
     def _first(
-        self, backend: str | None, layout: Hashable, arguments: tuple[Any, ...], options: Mapping[str, Any]
+        self, backend: str | None, layout: Hashable, given: tuple[Any, ...], public: int, outputs: int | None
     ) -> Any:
         """The public outputs of a call without a plan, which is made if its layout is new."""
-        given = values = (*arguments, *options.values())
-        if layout is not None:
-            values = _plan.apart(given)
-            arguments, options = values[: len(arguments)], dict(zip(options, values[len(arguments) :], strict=True))
-        call, public = self.prepared(arguments, options), self._public_of(arguments)
-        if layout is None or layout in self.plans or is_traced(call[0]):
+        arguments = given if layout is None else _plan.apart(given)
+        call, key = self.prepared(arguments), (public, layout)
+        if layout is None or key in self.plans or is_traced(call[0]):
             return self(call, backend, public)
-        plan: Any = self._by_pytorch(call, backend, public, values)
+        plan: Any = None
+        if dispatch.requested(backend) == "auto" and (outputs is None or outputs == 1):
+            plan = _plan.by_pytorch(_crossovers.native(call.native(), call, arguments), public)
         if plan is not None:
             plan.fits = _plan.guard(layout[0], given)  # type: ignore[index]
-            _plan.keep(self.plans, layout, plan)
-            return plan.native(*values)
+            _plan.keep(self.plans, key, plan)
+            return plan.native(*arguments)
         plan = self.planned(call, backend, public)
         plan.fits = _plan.guard(layout[0], given)  # type: ignore[index]
-        _plan.remember(self.plans, layout, plan, values, call)
+        _plan.remember(self.plans, key, plan, arguments, call)
         return self.computed(plan, call, backend)
 
-    def _by_pytorch(
-        self, call: Any, backend: str | None, public: int, values: tuple[Any, ...]
-    ) -> _plan.ByPyTorch | None:
-        """The plan of calls that "auto" leaves to PyTorch's own function; None for all others."""
-        if self.native is None or dispatch.requested(backend) != "auto":
-            return None
-        if self._all_outputs_if is not None and public > 1:
-            return None
-        function = _crossovers.native(self.native(call), call, values)
-        return None if function is None else _plan.ByPyTorch(function)
-
-    def _public_of(self, arguments: tuple[Any, ...]) -> int:
-        """How many outputs a call of the public function returns."""
-        name = self._all_outputs_if
-        return self.public if name is None or arguments[self._options.index(name) - len(self._options)] else 1
-
-    def prepared(self, arguments: tuple[Any, ...], options: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    def prepared(self, arguments: tuple[Any, ...]) -> Any:
         """The validated call of the arguments of `run`."""
         if not self._options:
-            return self.prepare(*arguments, **options)
+            return self.prepare(*arguments)
         first = len(arguments) - len(self._options)
         return self.prepare(*arguments[:first], **dict(zip(self._options, arguments[first:], strict=True)))
 
     def __call__(self, call: Any, backend: str | None, public: int | None = None) -> Any:
         """The public outputs of a validated call, or the first ones, by the cheapest route that it allows."""
-        if is_compiling():  # Dynamo would guard every entry of `calls`
-            return self._traced(call, backend)
         public = self.public if public is None else public
+        if is_compiling():  # Dynamo would guard every entry of `plans`
+            return self._traced(call, backend, public)
         layout = _plan.layout(backend, self.flat(call))
-        plan = self.calls.get((public, layout))
+        plan = self.plans.get((public, Call, layout))
         if plan is None:
             if is_traced(call[0]):
-                return self._traced(call, backend)
+                return self._traced(call, backend, public)
             plan = self.planned(call, backend, public)
             if layout is not None:
-                _plan.keep(self.calls, (public, layout), plan)
+                _plan.keep(self.plans, (public, Call, layout), plan)
         return self.computed(plan, call, backend)
 
     def planned(self, call: Any, backend: str | None, public: int) -> _plan.Plan:
         """What computes this call and those of its layout, of which `public` outputs are returned."""
-        module, recorded = dispatch.select(self, backend, call), needs_grad(*self.inputs(call))
-        return _plan.Plan(self, call, module, recorded, public)
+        kernels = dispatch.select(self, backend, call).of(call)
+        return _plan.Plan(self, call, kernels, needs_grad(*self.inputs(call)), public)
 
     def computed(self, plan: _plan.Plan, call: Any, backend: str | None) -> Any:
         """The public outputs, by other operators, through autograd or from the backend."""
         if plan.composed is not None:
-            output = plan.composed(plan.module, call, backend, plan.recorded)
+            output = plan.composed(call, backend, plan.recorded)
             if output is not None:
                 return output
         if plan.recorded:
             return _recorded(plan, call, *plan.inputs(call))
-        outputs = plan.forward(call)
-        return outputs if self.result is None else plan.outputs(outputs)
+        results = plan.forward(call)
+        return results if self.result is None else plan.outputs(results)
 
-    def _traced(self, call: Any, backend: str | None) -> Any:
+    def _traced(self, call: Any, backend: str | None, public: int) -> Any:
         """By the registered operator, or by those that it is composed of."""
-        if self.composed is not None and not is_compiling():
-            recorded = needs_grad(*self.inputs(call))
-            output = self.composed(dispatch.select(self, backend, call), call, backend, recorded)
+        if not is_compiling():
+            composed = dispatch.select(self, backend, call).of(call).composed
+            output = None if composed is None else composed(call, backend, needs_grad(*self.inputs(call)))
             if output is not None:
                 return output
-        outputs = self._registered(*self.flat(call), backend)
-        return outputs if self.result is None else self._outputs(outputs)
+        results = self._registered(*self.flat(call), backend)
+        if self.result is None:
+            return results
+        return results[0] if public == 1 else results[:public]
 
-    def is_empty(self, call: Any) -> bool:
-        """Whether there is nothing to launch; such calls run in PyTorch."""
-        for tensor in self._sizes(call):  # noqa: SIM110 - any() of a generator takes as long as the rest of dispatch
-            if not tensor.numel():
-                return True
-        return False
+    def kernels(self, call: Any, backend: str | None) -> Kernels:
+        """The backend's kernels for a call of the registered operators."""
+        layout = _plan.layout(backend, self.flat(call))
+        kernels = self.plans.get((Kernels, layout))
+        if kernels is None:
+            kernels = dispatch.select(self, backend, call).of(call)
+            if layout is not None:
+                _plan.keep(self.plans, (Kernels, layout), kernels)
+        return kernels  # type: ignore[no-any-return]
 
     def crossover(self, call: Any) -> str | None:
         """Which calls `patch` and `accelerate` leave to PyTorch, or None."""
-        kind = "gelu_tanh" if getattr(call, "kind", None) == "gelu_tanh" else self.name
-        return _crossovers.described(kind, call[0])
+        native = call.native()
+        return _crossovers.described(self.name if native is None else native.name, call[0])
 
     def flat(self, call: Any) -> Any:
         """The values of `fields`: those of the call, with those of a record that it holds in the record's position."""
@@ -324,14 +267,11 @@ class Operation:
         parts = [values[where] if record is None else record(*values[where]) for record, where in self._parts]
         return self.call(*parts)
 
-    def _outputs(self, results: Any) -> Any:
-        return results[0] if self.public == 1 else results[: self.public]
-
     # What is kept between forward and backward
 
     def dropped_in(self, call: Any) -> frozenset[int]:
         """The fields that backward of this call does without."""
-        return self._dropped if self.dropped_when is None or self.dropped_when(call) else frozenset()
+        return self._dropped if self._dropped and call.drops() else frozenset()
 
     def kept(self, tensors: Sequence[Any], numbers: Sequence[Any]) -> tuple[Any, Any]:
         """The call and the results from what the operator saved of them, None in the other fields."""
@@ -347,7 +287,7 @@ class Operation:
             first = torch.zeros_like(results[self.kept_results[0]])
         elif first.is_neg():
             first = first.resolve_neg()
-        first = self.layout(first)
+        first = self.call.gradient_layout(first)
         if len(grads) == 1:
             return first, *self._other_grads
         return first, *[None if grad is None else grad.resolve_neg().contiguous() for grad in grads[1:]]
@@ -391,8 +331,8 @@ class Operation:
         )
 
     def _run(self, *arguments: Any) -> Any:
-        if self.check_when_run is not None:
-            self.check_when_run(self.nested(arguments[:-1]))
+        if self.call.check_when_run is not None:
+            self.call.check_when_run(self.nested(arguments[:-1]))
         outputs = self.compute(*arguments)
         return outputs if self.result is None else _unaliased(outputs)
 
@@ -400,7 +340,7 @@ class Operation:
         """What the operator returns for a call and a backend, unchecked; two outputs may be one tensor."""
         *values, backend = arguments
         call = self.nested(values)
-        outputs = dispatch.select(self, backend, call).forward(call)
+        outputs = self.kernels(call, backend).forward(call)
         if self.result is None:
             return outputs
         if any(each is None for each in outputs):
@@ -410,7 +350,7 @@ class Operation:
 
     def _fake(self, *arguments: Any) -> Any:
         call = self.nested(arguments[:-1])
-        outputs = self.fake(call)
+        outputs = call.fake()
         if self.result is None:
             return outputs
         return tuple(call[0].new_empty(0) if each is None else each for each in outputs)
@@ -427,12 +367,13 @@ class Operation:
         """What its gradient's operator returns."""
         call, results, grads, wanted, backend = self._unpacked(arguments)
         call = self._with_shapes(call, results)
-        gradients = dispatch.select(self, backend, call).backward(call, results, grads, wanted)
+        gradients = self.kernels(call, backend).backward(call, results, grads, wanted)
         return self._returned(_unaliased(_absent_as_empty(gradients, wanted, grads[0])))
 
     def _fake_backward(self, *arguments: Any) -> Any:
         call, results, grads, wanted, _ = self._unpacked(arguments)
-        gradients = self.empty_gradients(self._with_shapes(call, results))
+        call = self._with_shapes(call, results)
+        gradients = call.empty_gradients() or self._empty_gradients(call)
         return self._returned(_absent_as_empty(gradients, wanted, grads[0]))
 
     def _with_shapes(self, call: Any, results: Any) -> Any:
@@ -500,12 +441,12 @@ class _Recorded(torch.autograd.Function):
         elif ctx.made_ahead:
             ctx.made_ahead = False  # it is the caller's from here on, to write to: a second backward pass makes its own
             gradients = (tensors[-1].data,)
-            plan.module.scale_gradient(*gradients, *grads)
+            plan.kernels.scale_gradient(*gradients, *grads)
             if plan.below is not None:
                 gradients = plan.below(plan.kept(tensors)[0], *gradients, plan.wanted)
         else:
             call, results = plan.kept(tensors)
-            gradients = plan.module.backward(call, results, operation.incoming(results, grads), plan.wanted)
+            gradients = plan.kernels.backward(call, results, operation.incoming(results, grads), plan.wanted)
         return plan.returned((*gradients, None))
 
 
@@ -521,7 +462,7 @@ class _OnlyOnce(torch.autograd.Function):
         operation = ctx.operation = plan.operation
         grads, tensors = given[: plan.public], given[plan.public :]
         call, results = plan.kept(tensors)
-        gradients = plan.module.backward(call, results, operation.incoming(results, grads), plan.wanted)
+        gradients = plan.kernels.backward(call, results, operation.incoming(results, grads), plan.wanted)
         return plan.returned((*gradients, None))[2:]
 
     @staticmethod
@@ -541,8 +482,29 @@ def differentiated(
 
 def _absent_as_empty(gradients: Iterable[Tensor | None], wanted: Wanted, like: Tensor) -> tuple[Tensor, ...]:
     """The gradients as an operator returns them: an empty tensor stands for one that is absent or not wanted."""
-    pairs = zip(gradients, wanted, strict=True)
+    pairs = zip_longest(gradients, wanted)
     return tuple(grad if want and grad is not None else like.new_empty(0) for grad, want in pairs)
+
+
+def takes_options_of(other: Callable[..., Any], *but: str) -> Callable[[P], P]:
+    """Decorator of a function whose **options are the keyword-only ones of another, except some: its signature."""
+
+    def decorated(function: P) -> P:
+        own = inspect.signature(function)  # type: ignore[arg-type]
+        named = [each for each in own.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        options = inspect.signature(other).parameters.values()
+        named += [each for each in options if each.kind is each.KEYWORD_ONLY and each.name not in but]
+        function.__signature__ = own.replace(parameters=named)  # type: ignore[attr-defined]
+        return function
+
+    return decorated
+
+
+def _keyword_only(prepare: Callable[..., Any]) -> list[str]:
+    """The names of the keyword-only parameters that are not bound, in their order."""
+    bound = prepare.keywords if isinstance(prepare, partial) else {}
+    parameters = inspect.signature(prepare).parameters.values()
+    return [each.name for each in parameters if each.kind is each.KEYWORD_ONLY and each.name not in bound]
 
 
 def _schema_types(call: type[Any], prefix: str = "") -> Iterable[tuple[str, str]]:

@@ -18,6 +18,7 @@ from torch.nn import Parameter
 
 from transformer_kernels.backends.dispatch import get_backend
 from transformer_kernels.ops._dropout import draw_seed
+from transformer_kernels.ops._kernels import Kernels
 
 MOST_PLANS = 1024
 """Per operation; above this all are dropped. A plan occupies about a kilobyte."""
@@ -127,11 +128,6 @@ def _autocast() -> tuple[tuple[bool, torch.dtype], ...]:
     return tuple((torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in ("cpu", "cuda"))
 
 
-def bound(module: Any, call: Any) -> Any:
-    """A backend's module for calls of one layout, what depends on the layout alone computed once where it can."""
-    return module.bound(call) if hasattr(module, "bound") else module
-
-
 class Record:
     """How a call, or a record in one, is made of the arguments."""
 
@@ -181,21 +177,24 @@ class Record:
 class ByPyTorch:
     """The plan of calls that are PyTorch's own function of the arguments."""
 
-    def __init__(self, native: Callable[..., Any]) -> None:
-        self.native = native
+    def __init__(self, native: Callable[..., Any], public: int) -> None:
+        self.native, self.public = native, public
         self.fits: Callable[[str | None, Sequence[Any]], bool]
+
+
+def by_pytorch(function: Callable[..., Any] | None, public: int) -> ByPyTorch | None:
+    """The plan of calls of a function that "auto" leaves to PyTorch; None without one."""
+    return None if function is None else ByPyTorch(function, public)
 
 
 class Plan:
     """What computes the calls of one layout, and what autograd saves of them.
 
     Attributes:
-        module: the backend's `forward` and `backward`.
-        forward: its `forward`, or a variant for calls that return one output, if it has that: `forward_recorded`, which
-            also computes what backward needs, or `forward_alone`.
-        ahead, below: its `forward_with_gradient` and `below`, or None.
-        second_order: the module's or the operation's function for gradients that are differentiated again.
-        composed: the operation's `composed`, or None if the module `computes` these calls itself.
+        kernels: those of the backend.
+        forward: its variant for calls that return one output: `forward_recorded`, `forward_alone`, or all: `forward`.
+        ahead, below, composed: its `forward_with_gradient`, `below` and `composed`, or None.
+        second_order: the kernels' or the call's function for gradients that are differentiated again.
         recorded: whether autograd records the call.
         public, outputs: the number of results that are returned, and the function that selects them.
         fits: whether arguments have this layout (`guard`).
@@ -208,16 +207,15 @@ class Plan:
 
     native = None
 
-    def __init__(self, operation: Any, call: Any, module: Any, recorded: bool, public: int) -> None:
-        self.module = module = bound(module, call)
-        variant = "forward" if public > 1 else "forward_recorded" if recorded else "forward_alone"
-        self.forward: Any = getattr(module, variant, None) or getattr(module, "forward", None)
-        self.ahead: Any = getattr(module, "forward_with_gradient", None) if operation.ahead else None
-        self.below: Any = getattr(module, "below", None)
-        self.second_order: Any = getattr(module, "second_order", operation.second_order)
-        self.composed = None if getattr(module, "computes", False) else operation.composed
+    def __init__(self, operation: Any, call: Any, kernels: Kernels, recorded: bool, public: int) -> None:
+        self.kernels = kernels
+        self.forward = kernels.forward
+        if public == 1:
+            self.forward = kernels.forward_recorded if recorded else kernels.forward_alone
+        self.ahead, self.below, self.composed = kernels.forward_with_gradient, kernels.below, kernels.composed
+        self.second_order = kernels.second_order or operation.call.second_order
         self.fits: Callable[[str | None, Sequence[Any]], bool]
-        self.operation, self.recorded, self.check = operation, recorded, operation.check_when_run
+        self.operation, self.recorded, self.check = operation, recorded, operation.call.check_when_run
         self.public, self.outputs = public, operator.itemgetter(0 if public == 1 else slice(public))
         self.call: Callable[[tuple[Any, ...]], Any]
         if recorded:
@@ -232,7 +230,8 @@ class Plan:
         """Find the fields of the call that are saved; the others are constants of the layout, or dropped."""
         self._flat = any(isinstance(each, Tensor) for value in call if isinstance(value, tuple) for each in value)
         values = operation.flat(call) if self._flat else call
-        dropped, described = operation.dropped_in(call), operation.described
+        dropped = operation.dropped_in(call)
+        described = {operation.fields.index(field) for field in call.described()}
         saved = [i for i, each in enumerate(values) if isinstance(each, Tensor) and i not in dropped]
         self._described = [position for position, i in enumerate(saved) if i in described]
         constants = [i for i, each in enumerate(values) if not isinstance(each, Tensor)]
@@ -262,7 +261,9 @@ class Plan:
 
 
 Plans = dict[Hashable, Any]
-"""By layout; None where calls are not made of their arguments as they are."""
+"""What is known of an operation's calls, by (number of outputs, layout of the arguments), or by the shape of the first
+tensor for the last such plan, by (number of outputs, Call, layout of a validated call), and, for the registered
+operators, by (Kernels, layout). None where calls are not made of their arguments as they are."""
 
 
 def apart(values: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from transformer_kernels.ops import _checks, _operation
 from transformer_kernels.ops._crossovers import Native
+from transformer_kernels.ops._kernels import Grads, Wanted, record
 
 GELU_KINDS = {"none": "gelu", "tanh": "gelu_tanh"}
 """The kind of each `approximate`."""
@@ -17,6 +18,7 @@ GELU_KINDS = {"none": "gelu", "tanh": "gelu_tanh"}
 APPROXIMATIONS = {kind: approximate for approximate, kind in GELU_KINDS.items()}
 
 
+@record
 class ActivationCall(NamedTuple):
     """f(x + bias), f(x) without a bias, or f(x) * up where `gated`. The tensors are contiguous.
 
@@ -30,6 +32,39 @@ class ActivationCall(NamedTuple):
     kind: str
     gated: bool
 
+    def fake(self) -> Tensor:
+        """An empty result (..., N)."""
+        x = self.x
+        if self.gated and self.up is None:
+            return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+        return torch.empty_like(x)
+
+    def drops(self) -> bool:
+        return self.kind == "relu"
+
+    def described(self) -> tuple[str, ...]:
+        return ("bias",) if self.kind == "relu" else ()
+
+    def native(self) -> Native | None:
+        if self.gated or self.bias is not None:
+            return None
+        gelu = torch.nn.functional.gelu
+        return Native(self.kind, self.x.numel(), lambda x, approximate: gelu(x, approximate=approximate))
+
+    def second_order(self, y: Tensor | None, grads: Grads, wanted: Wanted) -> tuple[Tensor | None, ...]:
+        """The gradients from x, or of ReLU from y."""
+        if y is not None:
+            assert self.bias is not None
+            return _second_order_of_relu(y, self.bias, grads[0])
+        with torch.enable_grad():
+            if self.gated:
+                wide = torch.promote_types(self.x.dtype, torch.float32)
+                gate, up = halves(self.x, self.up)
+                again = activated(gate.to(wide), self.kind) * up.to(wide)
+            else:
+                again = activated(self.x if self.bias is None else self.x + self.bias, self.kind)
+        return _operation.differentiated(again, (self.x, self.bias, self.up), grads[0], wanted)
+
 
 def halves(x: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
     """gate and up (..., N): the tensors themselves, or views of the packed one."""
@@ -37,14 +72,6 @@ def halves(x: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
         return x, up
     first, second = x.chunk(2, dim=-1)
     return first, second
-
-
-def output_like(call: ActivationCall) -> Tensor:
-    """An empty result (..., N)."""
-    x = call.x
-    if call.gated and call.up is None:
-        return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
-    return torch.empty_like(x)
 
 
 @_checks.spelled_unlike_torch("F.gelu(x, 'tanh')", "gelu(x, approximate='tanh')")
@@ -95,7 +122,7 @@ def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str = "none", backend: st
 
     Hendrycks, Gimpel, "Gaussian Error Linear Units", 2016, section 2.
     """
-    return BIAS_GELU.run(backend, x, bias, approximate=approximate)
+    return BIAS_GELU.run(backend, x, bias, approximate)
 
 
 def bias_relu(x: Tensor, bias: Tensor, *, backend: str | None = None) -> Tensor:
@@ -170,7 +197,7 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "none", 
 
     Shazeer, "GLU variants improve transformer", 2020, equation 5.
     """
-    return GEGLU.run(backend, gate, up, approximate=approximate)
+    return GEGLU.run(backend, gate, up, approximate)
 
 
 def _prepare_gelu(x: Tensor, *, approximate: str = "none") -> ActivationCall:
@@ -244,22 +271,6 @@ def activated(x: Tensor, kind: str | None) -> Tensor:
     return torch.nn.functional.gelu(x, approximate=APPROXIMATIONS[kind])
 
 
-def _second_order(
-    call: ActivationCall, y: Tensor | None, grads: tuple[Tensor, ...], wanted: tuple[bool, ...]
-) -> tuple[Tensor | None, ...]:
-    if y is not None:
-        assert call.bias is not None
-        return _second_order_of_relu(y, call.bias, grads[0])
-    with torch.enable_grad():
-        if call.gated:
-            wide = torch.promote_types(call.x.dtype, torch.float32)
-            gate, up = halves(call.x, call.up)
-            again = activated(gate.to(wide), call.kind) * up.to(wide)
-        else:
-            again = activated(call.x if call.bias is None else call.x + call.bias, call.kind)
-    return _operation.differentiated(again, (call.x, call.bias, call.up), grads[0], wanted)
-
-
 def _second_order_of_relu(y: Tensor, bias: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, None]:
     """The gradients are linear in the incoming one and piecewise constant in x."""
     dx = dy.masked_fill(y <= 0, 0.0)
@@ -269,26 +280,12 @@ def _second_order_of_relu(y: Tensor, bias: Tensor, dy: Tensor) -> tuple[Tensor, 
 
 def _operation_of(op: str, prepare: Callable[..., ActivationCall], **options: Any) -> _operation.Operation:
     return _operation.Operation(
-        op,
-        ActivationCall,
-        prepare=prepare,
-        kernels="activation",
-        fake=output_like,
-        differentiable=("x", "bias", "up"),
-        second_order=_second_order,
-        **options,
+        op, ActivationCall, prepare, differentiable=("x", "bias", "up"), kernels="activation", **options
     )
 
 
-def _native_gelu(call: ActivationCall) -> Native:
-    gelu = torch.nn.functional.gelu
-    return Native(call.kind, call.x.numel(), lambda x, approximate: gelu(x, approximate=approximate))
-
-
-GELU = _operation_of("gelu", _prepare_gelu, options="approximate", native=_native_gelu)
+GELU = _operation_of("gelu", _prepare_gelu)
 BIAS_GELU = _operation_of("bias_gelu", _prepare_bias_gelu)
-BIAS_RELU = _operation_of(
-    "bias_relu", _prepare_bias_relu, dropped=("x",), described=("bias",), kept=("",), like={"x": ""}
-)
+BIAS_RELU = _operation_of("bias_relu", _prepare_bias_relu, kept=("",), dropped={"x": ""})
 SWIGLU = _operation_of("swiglu", _prepare_swiglu)
 GEGLU = _operation_of("geglu", _prepare_geglu)

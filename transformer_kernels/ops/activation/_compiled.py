@@ -5,22 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from transformer_kernels.backends import Machine, address, in_dtype_of
-from transformer_kernels.ops._operation import Grads, Wanted
-from transformer_kernels.ops.activation import ActivationCall, output_like
+from transformer_kernels.backends import address, in_dtype_of
+from transformer_kernels.ops._kernels import Compiled, Grads, Wanted
+from transformer_kernels.ops.activation import ActivationCall
 
 KINDS = {"relu": 0, "gelu": 1, "gelu_tanh": 2, "silu": 3}
 
 
-class Kernels:
-    """Forward and backward by the compiled kernels of one machine."""
-
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
+class Kernels(Compiled):
+    """Activations by the compiled kernels of one machine."""
 
     def forward(self, call: ActivationCall) -> Tensor:
         """f(x + bias), the sum in float32, or f(gate) * up."""
-        y = output_like(call)
+        y = call.fake()
         self.run(call, y)
         return y
 

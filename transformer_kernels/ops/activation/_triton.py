@@ -14,8 +14,9 @@ from transformer_kernels.backends import triton as _triton
 from transformer_kernels.backends.triton_language import from_fp32, gelu_slope, gelu_value, to_fp32
 from transformer_kernels.backends.triton_reduce import sum_partials
 from transformer_kernels.backends.triton_tiles import RowTile, Tiles, column_blocks, flat, persistent_blocks
-from transformer_kernels.ops._operation import Grads, Wanted
-from transformer_kernels.ops.activation import ActivationCall, output_like
+from transformer_kernels.ops import _kernels
+from transformer_kernels.ops._kernels import Grads, Wanted
+from transformer_kernels.ops.activation import ActivationCall
 
 GELU_FORWARD = Tiles("gelu forward", flat, widest=1, narrowest=2)  # one tile size for every count
 GELU_BACKWARD = Tiles("gelu backward", flat, widest=1, narrowest=2)
@@ -176,38 +177,40 @@ def gated_backward_kernel(
 Gradients = tuple[Tensor, Tensor | None, Tensor | None]
 
 
-def forward(call: ActivationCall) -> Tensor:
-    """f(x + bias), or f(gate) * up."""
-    y = output_like(call)
-    if call.gated:
-        _gated_launch(gated_forward_kernel, *GATED.of_rows(y), y.element_size(), call.kind)(call.x, call.up, y)
-    elif call.bias is None:
-        _flat_launch(gelu_forward_kernel, GELU_FORWARD, call)(call.x, y)
-    else:
-        tiles = BIAS_RELU_FORWARD if call.kind == "relu" else BIAS_GELU_FORWARD
-        _forward_launch(*tiles.of_rows(y), y.element_size(), call.kind)(call.x, call.bias, y)
-    return y
+class Kernels(_kernels.Kernels):
+    """Activations by Triton."""
 
+    def forward(self, call: ActivationCall) -> Tensor:
+        """f(x + bias), or f(gate) * up."""
+        y = call.fake()
+        if call.gated:
+            _gated_launch(gated_forward_kernel, *GATED.of_rows(y), y.element_size(), call.kind)(call.x, call.up, y)
+        elif call.bias is None:
+            _flat_launch(gelu_forward_kernel, GELU_FORWARD, call)(call.x, y)
+        else:
+            tiles = BIAS_RELU_FORWARD if call.kind == "relu" else BIAS_GELU_FORWARD
+            _forward_launch(*tiles.of_rows(y), y.element_size(), call.kind)(call.x, call.bias, y)
+        return y
 
-def backward(call: ActivationCall, result: Tensor | None, grads: Grads, wanted: Wanted) -> Gradients:
-    """dx, dbias and dup; for a packed projection dx contains both gradients."""
-    (dy,), saved = grads, call.x if result is None else result
-    dx, dup = torch.empty_like(saved), None if call.up is None else torch.empty_like(call.up)
-    if call.gated:
-        launch = _gated_launch(gated_backward_kernel, *GATED.of_rows(dy), dy.element_size(), call.kind)
-        launch(dy, saved, call.up, dx, dup)
-        return dx, None, dup
-    if call.bias is None:
-        _flat_launch(gelu_backward_kernel, GELU_BACKWARD, call)(dy, saved, dx)
-        return dx, None, None
-    tiles, bias = (BIAS_GELU_BACKWARD, call.bias) if result is None else (BIAS_RELU_BACKWARD, None)
-    tile, M, N = tiles.of_rows(saved)
-    programs = tile.programs * _triton.multiprocessors(saved.device)
-    shares, launch = _backward_launch(tile, M, N, saved.element_size(), call.kind, programs)
-    partials = torch.empty((1, shares, N), dtype=torch.float32, device=saved.device)
-    launch(dy, saved, bias, dx, partials)
-    (dbias,) = sum_partials(partials, call.bias.dtype)
-    return dx, dbias, None
+    def backward(self, call: ActivationCall, result: Tensor | None, grads: Grads, wanted: Wanted) -> Gradients:
+        """dx, dbias and dup; for a packed projection dx contains both gradients."""
+        (dy,), saved = grads, call.x if result is None else result
+        dx, dup = torch.empty_like(saved), None if call.up is None else torch.empty_like(call.up)
+        if call.gated:
+            launch = _gated_launch(gated_backward_kernel, *GATED.of_rows(dy), dy.element_size(), call.kind)
+            launch(dy, saved, call.up, dx, dup)
+            return dx, None, dup
+        if call.bias is None:
+            _flat_launch(gelu_backward_kernel, GELU_BACKWARD, call)(dy, saved, dx)
+            return dx, None, None
+        tiles, bias = (BIAS_GELU_BACKWARD, call.bias) if result is None else (BIAS_RELU_BACKWARD, None)
+        tile, M, N = tiles.of_rows(saved)
+        programs = tile.programs * _triton.multiprocessors(saved.device)
+        shares, launch = _backward_launch(tile, M, N, saved.element_size(), call.kind, programs)
+        partials = torch.empty((1, shares, N), dtype=torch.float32, device=saved.device)
+        launch(dy, saved, bias, dx, partials)
+        (dbias,) = sum_partials(partials, call.bias.dtype)
+        return dx, dbias, None
 
 
 def _flat_launch(kernel: Any, tiles: Tiles, call: ActivationCall) -> _triton.Launch:

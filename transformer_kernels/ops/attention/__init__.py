@@ -11,6 +11,7 @@ from torch import Tensor
 from transformer_kernels.ops import _checks, _operation
 from transformer_kernels.ops._crossovers import Native
 from transformer_kernels.ops._dropout import draw_seed
+from transformer_kernels.ops._kernels import record
 from transformer_kernels.ops.attention._sinks import WithSinks
 from transformer_kernels.ops.attention._structure import hides, understood
 from transformer_kernels.ops.attention.scores import (
@@ -23,6 +24,7 @@ from transformer_kernels.ops.attention.scores import (
 )
 
 
+@record
 class AttentionCall(NamedTuple):
     """q, k and v with contiguous last axes; the seed is None without dropout."""
 
@@ -32,6 +34,44 @@ class AttentionCall(NamedTuple):
     scores: Scores
     seed: Tensor | None
     dropout_p: float
+
+    @staticmethod
+    def gradient_layout(gradient: Tensor) -> Tensor:
+        return last_axis_contiguous(gradient)
+
+    def fake(self) -> AttentionResult:
+        q = self.q
+        lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+        return AttentionResult(like_output(q), lse, q.new_empty((*q.shape[:2], 2, q.shape[2]), dtype=torch.float32))
+
+    def empty_gradients(self) -> tuple[Tensor | None, ...]:
+        layout = torch.contiguous_format
+        others = (self.scores.bias, self.scores.sinks)
+        added = (None if each is None else torch.empty_like(each, memory_format=layout) for each in others)
+        return like_output(self.q), like_output(self.k), like_output(self.v), *added
+
+    def is_empty(self) -> bool:
+        return not (self.q.numel() and self.k.numel())
+
+    def check_when_run(self) -> None:
+        """The values of cu_seqlens and sinks."""
+        check_when_run(self.scores, self.q.shape[2], self.k.shape[2])
+
+    def native(self) -> Native | None:
+        """SDPA where nothing happens to the scores, or causality without an offset does.
+
+        On the CPU it multiplies the -inf of hidden scores by the scale: NaN unless that is positive.
+        """
+        q, k, scores = self.q, self.k, self.scores
+        queries, keys = q.shape[2], k.shape[2]
+        changed = scores.windowed or scores.softcap or any(isinstance(each, Tensor) for each in scores)
+        sees_all = queries == 1 or not scores.causal
+        if changed or self.seed is not None or not (sees_all or (queries == keys and scores.scale > 0.0)):
+            return None
+        options: dict[str, Any] = {"is_causal": not sees_all, "scale": scores.scale}
+        options["enable_gqa"] = q.shape[1] != k.shape[1]
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        return Native("attention", math.prod(q.shape[:3]) * keys, lambda q, k, v, *_: sdpa(q, k, v, **options))
 
 
 class AttentionResult(NamedTuple):
@@ -147,14 +187,15 @@ def attention(
             lambda hidden: alone and hides(hidden, q, k, scale, softcap),
         )  # fmt: skip
     outputs = OPERATION.run(
-        backend, q, k, v, causal, key_padding_mask, attn_bias, alibi_slopes, cu_seqlens, cu_seqlens_k,
-        window, dropout_p, scale, softcap, sinks, key_ranges, return_lse,
+        backend, q, k, v, dropout_p, return_lse, causal, key_padding_mask, attn_bias, alibi_slopes, cu_seqlens,
+        cu_seqlens_k, window, scale, softcap, sinks, key_ranges, outputs=2 if return_lse else 1,
     )  # fmt: skip
     out: Tensor = outputs if isinstance(outputs, Tensor) else outputs[0]
     out = out[..., : v.shape[3]] if v.shape[3] < out.shape[3] else out
     return (out, outputs[1]) if return_lse else out
 
 
+@_operation.takes_options_of(checked_scores)
 def prepare(
     q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float = 0.0, return_lse: bool = False, **options: Any
 ) -> AttentionCall:
@@ -221,52 +262,13 @@ def like_output(x: Tensor) -> Tensor:
     return x.new_empty_strided((batch, heads, length, width), (length * row, width, row, 1))
 
 
-def _fake(call: AttentionCall) -> AttentionResult:
-    q = call.q
-    lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-    return AttentionResult(like_output(q), lse, q.new_empty((*q.shape[:2], 2, q.shape[2]), dtype=torch.float32))
-
-
-def _empty_gradients(call: AttentionCall) -> tuple[Tensor | None, ...]:
-    bias = call.scores.bias
-    dbias = None if bias is None else torch.empty_like(bias, memory_format=torch.contiguous_format)
-    sinks = call.scores.sinks
-    dsinks = None if sinks is None else torch.empty_like(sinks, memory_format=torch.contiguous_format)
-    return like_output(call.q), like_output(call.k), like_output(call.v), dbias, dsinks
-
-
-def _native(call: AttentionCall) -> Native | None:
-    """SDPA where nothing happens to the scores, or causality without an offset does.
-
-    On the CPU it multiplies the -inf of hidden scores by the scale: NaN unless that is positive.
-    """
-    q, k, scores = call.q, call.k, call.scores
-    queries, keys = q.shape[2], k.shape[2]
-    changed = scores.windowed or scores.softcap or any(isinstance(each, Tensor) for each in scores)
-    sees_all = queries == 1 or not scores.causal
-    if changed or call.seed is not None or not (sees_all or (queries == keys and scores.scale > 0.0)):
-        return None
-    options: dict[str, Any] = {"is_causal": not sees_all, "scale": scores.scale, "enable_gqa": q.shape[1] != k.shape[1]}
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-    return Native("attention", math.prod(q.shape[:3]) * keys, lambda q, k, v, *_: sdpa(q, k, v, **options))
-
-
 OPERATION = _operation.Operation(
     OP,
     AttentionCall,
-    prepare=prepare,
-    options="causal key_padding_mask attn_bias alibi_slopes cu_seqlens cu_seqlens_k window dropout_p scale "
-    "softcap sinks key_ranges return_lse",
+    prepare,
     result=AttentionResult,
     public=2,
-    all_outputs_if="return_lse",
-    fake=_fake,
     differentiable=("q", "k", "v", "scores.bias", "scores.sinks"),
     kept=("out", "lse", "statistics"),
-    sizes=("q", "k"),
-    adapt=WithSinks,
-    layout=last_axis_contiguous,
-    empty_gradients=_empty_gradients,
-    native=_native,
-    check_when_run=lambda call: check_when_run(call.scores, call.q.shape[2], call.k.shape[2]),
+    kernels=(WithSinks, "attention"),
 )

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from transformer_kernels.ops._kernels import Kernels
 from transformer_kernels.ops.attention import AttentionCall
 from transformer_kernels.ops.attention.scores import NO_LIMIT
+
+if TYPE_CHECKING:
+    from transformer_kernels.ops.attention.packed import PackedAttentionCall
 
 MAXIMUM_LENGTH = NO_LIMIT // 2
 """Sums of lengths, tiles and windows stay within 32 bits."""
@@ -53,3 +57,22 @@ def shift_gradient(dlse: Tensor | None, statistics: Tensor | None, bias: Tensor)
         return torch.zeros_like(bias, memory_format=torch.contiguous_format)
     assert statistics is not None
     return dlse.masked_fill(statistics[:, :, 0] == -torch.inf, 0.0).unsqueeze(-1).sum_to_size(bias.shape).to(bias.dtype)
+
+
+class AttentionKernels(Kernels):
+    """What the other operations ask of a backend's attention kernels."""
+
+    @staticmethod
+    def score_unit(dtype: torch.dtype) -> float:
+        """What the natural logarithms in `AttentionResult.statistics` are multiplied by."""
+        return 1.0
+
+    @classmethod
+    def rotates(cls, call: AttentionCall) -> bool:
+        """Whether the kernels rotate queries and keys as they read them, given `angles`."""
+        return False
+
+    @classmethod
+    def packed(cls, call: PackedAttentionCall, inner: AttentionCall) -> Kernels | None:
+        """The kernels for packed calls of this layout, `inner` on views of its heads; None where it has none."""
+        return None

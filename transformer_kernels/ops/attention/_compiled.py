@@ -7,10 +7,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from transformer_kernels.backends import Bound, Compiled, Machine, Memory, contiguous_memory, cuda, in_dtype_of
-from transformer_kernels.ops._operation import Grads, Wanted
+from transformer_kernels.backends import Memory, contiguous_memory, cuda, in_dtype_of
+from transformer_kernels.ops._kernels import Compiled, Grads, Wanted
 from transformer_kernels.ops.attention import AttentionCall, AttentionResult, Into
-from transformer_kernels.ops.attention._common import Angles, beyond, broadcast_strides, shift_gradient
+from transformer_kernels.ops.attention._common import (
+    Angles,
+    AttentionKernels,
+    beyond,
+    broadcast_strides,
+    shift_gradient,
+)
 from transformer_kernels.ops.attention.scores import Scores
 from transformer_kernels.ops.rotary import Heads, RotaryCall
 from transformer_kernels.ops.rotary._compiled import Kernels as RotaryKernels
@@ -39,11 +45,11 @@ NO_OPTIONS = (None,) * 7
 NO_SUMS = {"dlse": 0, "dbias": 0, "delta": 0}
 
 
-class Attention(Bound):
+class Kernels(AttentionKernels, Compiled):
     """Forward and backward by the compiled kernels of one machine, for calls of one layout."""
 
-    def __init__(self, machine: Machine, call: AttentionCall) -> None:
-        super().__init__(machine, call.q)
+    def __init__(self, call: AttentionCall) -> None:
+        Compiled.__init__(self, call)
         q, k, v, scores, _, self._dropout_p = call
         self._kernels = dict[Any, Any]()
         self._numbers: dict[str, Any] = {"batch": q.shape[0], "heads": q.shape[1], "kv_heads": k.shape[1]}
@@ -65,6 +71,24 @@ class Attention(Bound):
         self._slopes = (0, 0) if slopes is None else broadcast_strides(slopes)[:2]
         self._plain = not any(isinstance(each, Tensor) for each in scores)
         self._sequences = 0 if starts is None else len(starts) - 1
+
+    @classmethod
+    def packed(cls, call: PackedAttentionCall, inner: AttentionCall) -> PackedKernels | None:
+        """The kernels for packed calls of this layout; None where they lack a part of one."""
+        whole = cls.machine is not cuda or call.qkv.shape[3] <= MAX_WHOLE_HEAD_DIM
+        can = call.scores.sinks is None and (call.cos is None or (whole and cls.rotates(inner)))
+        kernels: Any = PackedKernels.on(cls.machine)
+        return kernels(call, inner) if can else None
+
+    @classmethod
+    def unsupported(cls, call: AttentionCall) -> str | None:
+        """Why these kernels do not support this call, or None."""
+        return _unsupported_on_gpu(call) if cls.machine is cuda else None
+
+    @classmethod
+    def rotates(cls, call: AttentionCall) -> bool:
+        """A GPU's kernels for the bias's gradient do not rotate."""
+        return cls.machine is not cuda or call.scores.bias is None
 
     def _kernel(
         self,
@@ -164,7 +188,8 @@ class Attention(Bound):
         if angles is not None and self._machine is cuda and call.q.shape[3] > MAX_WHOLE_HEAD_DIM:
             assert dk is not None  # a GPU's kernels compute all three
             heads = Heads(dk, None)
-            RotaryKernels(self._machine).rotate(RotaryCall(dk, dk, *angles), heads, heads, inverse=True)
+            rotary: Any = RotaryKernels.on(self._machine)
+            rotary.rotate(RotaryCall(dk, dk, *angles), heads, heads, inverse=True)
         return dq, dk, dv, dbias
 
     def _options(self, scores: Scores, angles: Angles | None) -> tuple[Tensor | None, ...]:
@@ -186,11 +211,11 @@ class Attention(Bound):
         return shift_gradient(dlse, result.statistics, bias) if dbias is None else in_dtype_of(bias, dbias)
 
 
-class PackedAttention(Attention):
+class PackedKernels(Kernels):
     """Attention on packed projections: queries, keys and values are offsets into one tensor."""
 
-    def __init__(self, machine: Machine, call: PackedAttentionCall, inner: AttentionCall) -> None:
-        super().__init__(machine, inner)
+    def __init__(self, call: PackedAttentionCall, inner: AttentionCall) -> None:
+        super().__init__(inner)
         qkv, heads, kv_heads = call.qkv, inner.q.shape[1], inner.k.shape[1]
         batch, length, every, width = qkv.shape
         self._out = contiguous_memory((batch, length, heads * width), qkv.dtype)
@@ -222,36 +247,6 @@ class PackedAttention(Attention):
         gradients = grads[0], dq, dq + self._of_dk, dq + self._of_dv
         given = *views, *self._options(call.scores, angles), call.seed, *gradients
         return dqkv, self._run_backward(kernel, given, result, call.scores.bias if wanted[1] else None, None)
-
-
-class Kernels(Compiled):
-    """Attention by the compiled kernels of one machine."""
-
-    bound_to = Attention
-
-    def forward(self, call: AttentionCall, angles: Angles | None = None) -> AttentionResult:
-        """Bind the kernels and run the forward pass."""
-        result: AttentionResult = self.bound(call).forward(call, angles)
-        return result
-
-    def backward(self, call: AttentionCall, *given: Any, **options: Any) -> tuple[Tensor | None, ...]:
-        """Bind the kernels and run the backward pass."""
-        gradients: tuple[Tensor | None, ...] = self.bound(call).backward(call, *given, **options)
-        return gradients
-
-    def bound_packed(self, call: PackedAttentionCall, inner: AttentionCall) -> PackedAttention | None:
-        """The kernels for packed calls of this layout, `inner` on views of its heads; None where they lack a part."""
-        whole = self.machine is not cuda or call.qkv.shape[3] <= MAX_WHOLE_HEAD_DIM
-        can = call.scores.sinks is None and (call.cos is None or (whole and self.rotates(inner)))
-        return PackedAttention(self.machine, call, inner) if can else None
-
-    def unsupported(self, call: AttentionCall) -> str | None:
-        """Why these kernels do not support this call, or None."""
-        return _unsupported_on_gpu(call) if self.machine is cuda else None
-
-    def rotates(self, call: AttentionCall) -> bool:
-        """Whether the kernels rotate queries and keys as they read them; a GPU's for the bias's gradient does not."""
-        return self.machine is not cuda or call.scores.bias is None
 
 
 def _angles(call: PackedAttentionCall) -> Angles | None:

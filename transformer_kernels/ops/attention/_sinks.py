@@ -7,38 +7,32 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from transformer_kernels.ops._operation import Grads, Wanted
-from transformer_kernels.ops._plan import bound
+from transformer_kernels.ops._kernels import Adapter, Grads, Kernels, Wanted
 
 if TYPE_CHECKING:
     from transformer_kernels.ops.attention import AttentionCall, AttentionResult
 
 
-class WithSinks:
+class WithSinks(Adapter):
     """A backend's attention with the logits of `Scores.sinks` in the denominator of the softmax.
 
     With p = sigmoid(sink - lse) and r = 1 - p, lse of the scores alone, the output is multiplied by r. A backend that
     stores statistics stores those of the scores alone; its backward kernels receive r * dout, out / r and
     dlse' = p * rowsum(dout * out) + r * dlse. "torch" recomputes softmax with the sink. A fully masked row has no sink.
-
-    `score_unit(dtype)` of a backend converts natural logarithms to the unit of its statistics; 1 if it has none.
     """
 
-    def __init__(self, kernels: Any) -> None:
-        self.kernels = kernels
-        self.unsupported = getattr(kernels, "unsupported", lambda call: None)
-        self.unit = getattr(kernels, "score_unit", lambda dtype: 1.0)
+    @classmethod
+    def of(cls, call: AttentionCall) -> Kernels:
+        """The backend's own kernels where there are no sinks."""
+        return cls(call) if call.scores.sinks is not None else cls.inner.of(call)  # type: ignore[no-any-return]
 
-    def bound(self, call: AttentionCall) -> Any:
-        """The same for calls of one layout: the backend's own kernels, without dsinks, where there are no sinks."""
-        kernels = bound(self.kernels, call)
-        return kernels if call.scores.sinks is None else WithSinks(kernels)
+    def __init__(self, call: AttentionCall) -> None:
+        self.kernels, self.unit = self.inner.of(call), self.inner.score_unit(call.q.dtype)
 
     def forward(self, call: AttentionCall, **options: Any) -> AttentionResult:
         """Output and lse with sinks."""
         result: AttentionResult = self.kernels.forward(call, **options)
-        if call.scores.sinks is None:
-            return result
+        assert call.scores.sinks is not None
         kept = torch.sigmoid(-self._excess(call, result))
         result.out.mul_(kept.unsqueeze(-1))
         sinks = call.scores.sinks.to(result.lse.dtype)[:, None]
@@ -49,9 +43,8 @@ class WithSinks:
         self, call: AttentionCall, result: AttentionResult, grads: Grads, wanted: Wanted, *into: Any, **options: Any
     ) -> tuple[Tensor | None, ...]:
         """The backend's gradients, followed by dsinks = sum(p * (dlse - rowsum(dout * out)))."""
-        if call.scores.sinks is None:
-            return *self.kernels.backward(call, result, grads, wanted, *into, **options), None
         out, lse, statistics = result
+        assert call.scores.sinks is not None
         dout, dlse = grads
         delta = (dout.to(lse.dtype) * out).sum(dim=-1)
         excess = self._excess(call, result)
@@ -60,7 +53,7 @@ class WithSinks:
         else:
             weights, kept = torch.sigmoid(excess), torch.sigmoid(-excess)
             inverse = 1.0 / kept.clamp_min(torch.finfo(kept.dtype).tiny)
-            alone = statistics.sum(dim=2) / self.unit(call.q.dtype)
+            alone = statistics.sum(dim=2) / self.unit
             result = result._replace(out=(out * inverse.unsqueeze(-1)).to(out.dtype), lse=alone)
             dlse_alone = weights * delta if dlse is None else torch.addcmul(weights * delta, kept, dlse)
             grads = (dout * kept.unsqueeze(-1)).to(dout.dtype), dlse_alone
@@ -75,6 +68,6 @@ class WithSinks:
         if result.statistics is None:
             excess = excess - result.lse
         else:
-            largest, log_sum = (result.statistics / self.unit(call.q.dtype)).unbind(2)
+            largest, log_sum = (result.statistics / self.unit).unbind(2)
             excess = excess - largest - log_sum
         return excess.masked_fill_(result.lse == -torch.inf, -torch.inf)

@@ -11,9 +11,10 @@ import math
 import torch
 from torch import Tensor
 
-from transformer_kernels.ops._operation import Grads, Wanted
+from transformer_kernels.ops._kernels import Grads, Wanted
 from transformer_kernels.ops._visible import visible_mask
 from transformer_kernels.ops.attention import AttentionCall, AttentionResult, Into, like_output
+from transformer_kernels.ops.attention._common import AttentionKernels
 from transformer_kernels.ops.attention._torch_chunks import (
     as_dtype_of,
     backward_in_chunks,
@@ -30,36 +31,38 @@ LARGE_LSE, LARGE_LSE_OF_16_BITS = 64.0, 4096.0
 """Largest |lse| for fused backward: its rounding, 4e-6 and 2.4e-4 in float32, remains below that of the operands."""
 
 
-def forward(call: AttentionCall) -> AttentionResult:
-    """out (B, Hq, Lq, D) and lse (B, Hq, Lq)."""
-    q = call.q
-    if not _one_by_one(call):
-        return _forward(call, (0, 0))
-    out, lse = like_output(q), q.new_full(q.shape[:3], -math.inf, dtype=torch.promote_types(q.dtype, torch.float32))
-    for span, keys in _sequences(call, (out,), ()):
-        out[:, :, span], lse[:, :, span], _ = _forward(_within(span, keys, call), (span.start, keys.start))
-    return AttentionResult(out, lse, None)
+class Kernels(AttentionKernels):
+    """Attention through PyTorch's kernels."""
 
+    def forward(self, call: AttentionCall) -> AttentionResult:
+        """out (B, Hq, Lq, D) and lse (B, Hq, Lq)."""
+        q = call.q
+        if not _one_by_one(call):
+            return _forward(call, (0, 0))
+        out, lse = like_output(q), q.new_full(q.shape[:3], -math.inf, dtype=torch.promote_types(q.dtype, torch.float32))
+        for span, keys in _sequences(call, (out,), ()):
+            out[:, :, span], lse[:, :, span], _ = _forward(_within(span, keys, call), (span.start, keys.start))
+        return AttentionResult(out, lse, None)
 
-def backward(
-    call: AttentionCall, result: AttentionResult, grads: Grads, wanted: Wanted, into: Into | None = None
-) -> tuple[Tensor | None, ...]:
-    """dq, dk, dv (written to `into` if given), dbias."""
-    into = into or (like_output(call.q), like_output(call.k), like_output(call.v))
-    needs_dbias = wanted[3]
-    if not _one_by_one(call):
-        return *into, _backward(call, result, grads, needs_dbias, into, (0, 0))
-    bias = call.scores.bias if needs_dbias else None
-    dbias = None if bias is None else torch.zeros_like(bias, dtype=result.lse.dtype, memory_format=CONTIGUOUS)
-    for span, keys in _sequences(call, into[:1], into[1:]):
-        own_result = AttentionResult(result.out[:, :, span], result.lse[:, :, span], None)
-        own_grads = tuple(x if x is None else x[:, :, span] for x in grads)
-        own_into = into[0][:, :, span], into[1][:, :, keys], into[2][:, :, keys]
-        own = _within(span, keys, call), own_result, own_grads
-        part = _backward(*own, needs_dbias, own_into, (span.start, keys.start))
-        if dbias is not None and part is not None:
-            _bias_of(span, keys, dbias).add_(part)
-    return *into, as_dtype_of(bias, dbias)
+    def backward(
+        self, call: AttentionCall, result: AttentionResult, grads: Grads, wanted: Wanted, into: Into | None = None
+    ) -> tuple[Tensor | None, ...]:
+        """dq, dk, dv (written to `into` if given), dbias."""
+        into = into or (like_output(call.q), like_output(call.k), like_output(call.v))
+        needs_dbias = wanted[3]
+        if not _one_by_one(call):
+            return *into, _backward(call, result, grads, needs_dbias, into, (0, 0))
+        bias = call.scores.bias if needs_dbias else None
+        dbias = None if bias is None else torch.zeros_like(bias, dtype=result.lse.dtype, memory_format=CONTIGUOUS)
+        for span, keys in _sequences(call, into[:1], into[1:]):
+            own_result = AttentionResult(result.out[:, :, span], result.lse[:, :, span], None)
+            own_grads = tuple(x if x is None else x[:, :, span] for x in grads)
+            own_into = into[0][:, :, span], into[1][:, :, keys], into[2][:, :, keys]
+            own = _within(span, keys, call), own_result, own_grads
+            part = _backward(*own, needs_dbias, own_into, (span.start, keys.start))
+            if dbias is not None and part is not None:
+                _bias_of(span, keys, dbias).add_(part)
+        return *into, as_dtype_of(bias, dbias)
 
 
 def _one_by_one(call: AttentionCall) -> bool:

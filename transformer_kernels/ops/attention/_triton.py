@@ -12,10 +12,16 @@ from torch import Tensor
 
 from transformer_kernels.backends import triton as _triton
 from transformer_kernels.ops._dropout import keep_scale, keep_threshold
-from transformer_kernels.ops._operation import Grads, Wanted
+from transformer_kernels.ops._kernels import Grads, Wanted
 from transformer_kernels.ops.attention import AttentionCall, AttentionResult, Into, like_output
 from transformer_kernels.ops.attention import _tiles as tiles
-from transformer_kernels.ops.attention._common import Angles, beyond, broadcast_strides, shift_gradient
+from transformer_kernels.ops.attention._common import (
+    Angles,
+    AttentionKernels,
+    beyond,
+    broadcast_strides,
+    shift_gradient,
+)
 from transformer_kernels.ops.attention._tiles import Body, Kernel, Tile
 from transformer_kernels.ops.attention._triton_backward import Backward, attention_backward_query_kernel
 from transformer_kernels.ops.attention._triton_backward_bias import attention_backward_bias_kernel
@@ -30,78 +36,85 @@ from transformer_kernels.ops.attention._triton_short import (
 from transformer_kernels.ops.attention._triton_tile import Extras, Inputs, Options
 
 
-def unsupported(call: AttentionCall) -> str | None:
-    """Why these kernels do not support the call, or None."""
-    if (reason := beyond(call)) is not None:
-        return reason
-    if call.q.shape[3] > tiles.MAXIMUM_HEAD_DIM:
-        return f"supports head dimensions up to {tiles.MAXIMUM_HEAD_DIM}, not {call.q.shape[3]}; use backend='torch'"
-    return None
+class Kernels(AttentionKernels):
+    """Attention by Triton."""
 
+    @classmethod
+    def unsupported(cls, call: AttentionCall) -> str | None:
+        """Why these kernels do not support the call, or None."""
+        if (reason := beyond(call)) is not None:
+            return reason
+        if call.q.shape[3] > tiles.MAXIMUM_HEAD_DIM:
+            return (
+                f"supports head dimensions up to {tiles.MAXIMUM_HEAD_DIM}, not {call.q.shape[3]}; use backend='torch'"
+            )
+        return None
 
-def score_unit(dtype: torch.dtype) -> float:
-    """Factor from natural logarithms to the unit of the statistics."""
-    return 1.0 if dtype.itemsize == tiles.SINGLE else math.log2(math.e)
+    @staticmethod
+    def score_unit(dtype: torch.dtype) -> float:
+        """Factor from natural logarithms to the unit of the statistics."""
+        return 1.0 if dtype.itemsize == tiles.SINGLE else math.log2(math.e)
 
+    @classmethod
+    def rotates(cls, call: AttentionCall) -> bool:
+        """Whether kernels rotate queries and keys as they load them; otherwise they receive rotated copies."""
+        scores, keys = call.scores, call.k.shape[2]  # keys: visible per query, on average
+        keys = keys // 2 if scores.causal else keys
+        # The lengths of packed sequences are on the device; sequences are packed because they are short.
+        keys = 0 if scores.cu_seqlens is not None else min(keys, scores.left + 1)
+        narrow = (
+            scores.bias is None and call.q.shape[3] <= tiles.ROTATED_HEAD_DIM and call.q.element_size() == tiles.HALF
+        )
+        return narrow and keys <= tiles.ROTATED_KEYS
 
-def rotates(call: AttentionCall) -> bool:
-    """Whether kernels rotate queries and keys as they load them; otherwise they receive rotated copies."""
-    scores, keys = call.scores, call.k.shape[2]  # keys: visible per query, on average
-    keys = keys // 2 if scores.causal else keys
-    # The lengths of packed sequences are on the device; sequences are packed because they are short.
-    keys = 0 if scores.cu_seqlens is not None else min(keys, scores.left + 1)
-    narrow = scores.bias is None and call.q.shape[3] <= tiles.ROTATED_HEAD_DIM and call.q.element_size() == tiles.HALF
-    return narrow and keys <= tiles.ROTATED_KEYS
+    def forward(self, call: AttentionCall, angles: Angles | None = None) -> AttentionResult:
+        """Output and log-sum-exp."""
+        inputs = _Inputs(call, angles)
+        plan, q = inputs.plan, call.q
+        out = torch.empty(plan.out_shape, dtype=q.dtype, device=q.device).transpose(1, 2)
+        lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=q.device)
+        statistics = torch.empty(plan.statistics_shape, dtype=torch.float32, device=q.device)
+        if plan.is_decode:
+            _decode(inputs, out, lse, statistics)
+        elif (short := plan.short_forward) is not None:
+            short(inputs.pointers, out, lse, statistics, inputs.extras)
+        else:
+            plan.forward(inputs.pointers, out, lse, statistics, inputs.extras)
+        return AttentionResult(out, lse, statistics)
 
-
-def forward(call: AttentionCall, angles: Angles | None = None) -> AttentionResult:
-    """Output and log-sum-exp."""
-    inputs = _Inputs(call, angles)
-    plan, q = inputs.plan, call.q
-    out = torch.empty(plan.out_shape, dtype=q.dtype, device=q.device).transpose(1, 2)
-    lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=q.device)
-    statistics = torch.empty(plan.statistics_shape, dtype=torch.float32, device=q.device)
-    if plan.is_decode:
-        _decode(inputs, out, lse, statistics)
-    elif (short := plan.short_forward) is not None:
-        short(inputs.pointers, out, lse, statistics, inputs.extras)
-    else:
-        plan.forward(inputs.pointers, out, lse, statistics, inputs.extras)
-    return AttentionResult(out, lse, statistics)
-
-
-def backward(
-    call: AttentionCall,
-    result: AttentionResult,
-    grads: Grads,
-    wanted: Wanted,
-    into: Into | None = None,
-    angles: Angles | None = None,
-) -> tuple[Tensor | None, ...]:
-    """dq, dk, dv and, if required, dbias; dq, dk and dv are written to `into` if given."""
-    (dout, dlse), statistics, q, k, v = grads, result.statistics, call.q, call.k, call.v
-    out = result.out if result.out.transpose(1, 2).is_contiguous() else like_output(q).copy_(result.out)
-    if into is None:  # in the layout of `out`, cheaper than `like_output`
-        dk = torch.empty_like(out) if k.shape == out.shape else like_output(k)
-        into = torch.empty_like(out), dk, torch.empty_like(dk)
-    inputs = _Inputs(call, angles, dout, *into)
-    plan = inputs.plan
-    own = into if plan.in_place else (into[0], like_output(k), like_output(v))
-    delta = None
-    if plan.short_backward is None or wanted[3]:
-        delta = torch.empty(plan.lse_shape, dtype=torch.float32, device=q.device)
-    pointers = Backward(out, statistics, dout, dlse, delta, *own)
-    without_dlse = pointers if dlse is None else pointers._replace(dlse=None)
-    if plan.short_backward is not None:
-        plan.short_backward(inputs.pointers, pointers, inputs.extras)
-    else:
-        plan.query_gradient(inputs.pointers, pointers, inputs.extras)
-        plan.key_gradient(inputs.pointers, without_dlse, inputs.extras)
-    dbias = _bias_gradient(inputs, without_dlse, dlse) if wanted[3] else None
-    if own is not into:
-        into[1].copy_(own[1])
-        into[2].copy_(own[2])
-    return *into, dbias
+    def backward(
+        self,
+        call: AttentionCall,
+        result: AttentionResult,
+        grads: Grads,
+        wanted: Wanted,
+        into: Into | None = None,
+        angles: Angles | None = None,
+    ) -> tuple[Tensor | None, ...]:
+        """dq, dk, dv and, if required, dbias; dq, dk and dv are written to `into` if given."""
+        (dout, dlse), statistics, q, k, v = grads, result.statistics, call.q, call.k, call.v
+        out = result.out if result.out.transpose(1, 2).is_contiguous() else like_output(q).copy_(result.out)
+        if into is None:  # in the layout of `out`, cheaper than `like_output`
+            dk = torch.empty_like(out) if k.shape == out.shape else like_output(k)
+            into = torch.empty_like(out), dk, torch.empty_like(dk)
+        inputs = _Inputs(call, angles, dout, *into)
+        plan = inputs.plan
+        own = into if plan.in_place else (into[0], like_output(k), like_output(v))
+        delta = None
+        if plan.short_backward is None or wanted[3]:
+            delta = torch.empty(plan.lse_shape, dtype=torch.float32, device=q.device)
+        pointers = Backward(out, statistics, dout, dlse, delta, *own)
+        without_dlse = pointers if dlse is None else pointers._replace(dlse=None)
+        if plan.short_backward is not None:
+            plan.short_backward(inputs.pointers, pointers, inputs.extras)
+        else:
+            plan.query_gradient(inputs.pointers, pointers, inputs.extras)
+            plan.key_gradient(inputs.pointers, without_dlse, inputs.extras)
+        dbias = _bias_gradient(inputs, without_dlse, dlse) if wanted[3] else None
+        if own is not into:
+            into[1].copy_(own[1])
+            into[2].copy_(own[2])
+        return *into, dbias
 
 
 class _Plan:

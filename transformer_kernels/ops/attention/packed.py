@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from transformer_kernels.backends import dispatch
 from transformer_kernels.ops import _checks, _operation
 from transformer_kernels.ops._dropout import draw_seed
-from transformer_kernels.ops._operation import Grads, Wanted
+from transformer_kernels.ops._kernels import Adapter, Grads, Kernels, Wanted, record
 from transformer_kernels.ops.attention import AttentionCall, AttentionResult, check_devices
 from transformer_kernels.ops.attention._common import Angles
 from transformer_kernels.ops.attention._sinks import WithSinks
@@ -28,6 +27,7 @@ from transformer_kernels.ops.rotary import Heads, RotaryCall, angles
 OP = "packed_attention"
 
 
+@record
 class PackedAttentionCall(NamedTuple):
     """qkv with a contiguous last axis; the seed is None without dropout, cos and sin without rotary positions."""
 
@@ -39,6 +39,17 @@ class PackedAttentionCall(NamedTuple):
     heads: int
     interleaved: bool
     dropout_p: float
+
+    def fake(self) -> AttentionResult:
+        qkv, heads = self.qkv, self.heads
+        batch, length, _, width = qkv.shape
+        lse = qkv.new_empty((batch, heads, length), dtype=torch.promote_types(qkv.dtype, torch.float32))
+        statistics = qkv.new_empty((batch, heads, 2, length), dtype=torch.float32)
+        return AttentionResult(qkv.new_empty(batch, length, heads * width), lse, statistics)
+
+    def check_when_run(self) -> None:
+        """The values of cu_seqlens."""
+        check_when_run(self.scores, self.qkv.shape[1], self.qkv.shape[1])
 
 
 def packed_attention(
@@ -100,11 +111,12 @@ def packed_attention(
             backend, qkv, shape, attn_bias, causal, key_padding_mask, lambda hidden: False
         )
     return OPERATION.run(
-        backend, qkv, heads, causal, key_padding_mask, attn_bias, alibi_slopes, cu_seqlens, cos, sin,
-        interleaved, window, dropout_p, scale, softcap, sinks, key_ranges,
+        backend, qkv, heads, cos, sin, interleaved, dropout_p, causal, key_padding_mask, attn_bias, alibi_slopes,
+        cu_seqlens, window, scale, softcap, sinks, key_ranges,
     )  # fmt: skip
 
 
+@_operation.takes_options_of(checked_scores, "cu_seqlens_k")
 def prepare(
     qkv: Tensor,
     *,
@@ -174,29 +186,30 @@ def _on_views(call: PackedAttentionCall, rotated: Tensor | None = None) -> Atten
     return AttentionCall(q, k, v, call.scores, call.seed, call.dropout_p)
 
 
-class _Packed:
+class _Packed(Adapter):
     """The operation on a backend's attention kernels, and on its rotary where those do not rotate rows themselves."""
 
-    def __init__(self, kernels: Any) -> None:
-        self.kernels = WithSinks(kernels)
-        self.rotary = dispatch.family("transformer_kernels.ops.rotary", kernels.__name__.rpartition(".")[2].lstrip("_"))
-        self.rotates = getattr(kernels, "rotates", lambda call: False)  # which calls its kernels rotate themselves
+    @classmethod
+    def of(cls, call: PackedAttentionCall) -> Kernels:
+        """The backend's own kernels for packed projections where it has them."""
+        own: Kernels | None = cls.inner.packed(call, _on_views(call))
+        return cls(call) if own is None else own
 
-    def bound(self, call: PackedAttentionCall) -> Any:
-        """The same for calls of one layout; rotated copies have another one."""
-        inner, packed, of_backend = _on_views(call), copy(self), self.kernels.kernels
-        if hasattr(of_backend, "bound_packed") and (kernels := of_backend.bound_packed(call, inner)) is not None:
-            return kernels
-        if call.cos is None or self.rotates(inner):
-            packed.kernels = self.kernels.bound(inner)
-        return packed
+    def __init__(self, call: PackedAttentionCall) -> None:
+        attention = WithSinks.on(self.inner, self.backend)
+        self._rotate = dispatch.family("transformer_kernels.ops.rotary", self.backend).rotate
+        self._rotates = call.cos is None or self.inner.rotates(_on_views(call))
+        inner = _on_views(call) if self._rotates else _on_views(call, _rotated_heads(call.qkv, call.heads).empty().q)
+        self._kernels: Any = attention.of(inner)
 
-    def unsupported(self, call: PackedAttentionCall) -> str | None:
-        return self.kernels.unsupported(_on_views(call))
+    @classmethod
+    def unsupported(cls, call: PackedAttentionCall) -> str | None:
+        """Why the attention kernels do not support the heads."""
+        return super().unsupported(_on_views(call))
 
     def forward(self, call: PackedAttentionCall) -> AttentionResult:
         inner, options = self._inner(call)
-        out, lse, statistics = self.kernels.forward(inner, **options)
+        out, lse, statistics = self._kernels.forward(inner, **options)
         return AttentionResult(_joined(out), lse, statistics)
 
     def backward(
@@ -211,48 +224,35 @@ class _Packed:
             (last_axis_contiguous(dout), None),
             (True, True, True, *wanted[1:]),
         )
-        _, _, _, *others = self.kernels.backward(inner, *given, _split(dqkv, call.heads), **options)
+        _, _, _, *others = self._kernels.backward(inner, *given, _split(dqkv, call.heads), **options)
         if call.cos is not None and not options:
             rotated = _rotated_heads(dqkv, call.heads)
-            self._rotate(call, rotated, rotated, inverse=True)
+            self._rotated(call, rotated, rotated, inverse=True)
         return dqkv, *others
 
     def _inner(self, call: PackedAttentionCall) -> tuple[AttentionCall, dict[str, Any]]:
         """Attention's call, with the angles for kernels that rotate rows as they read them, else on rotated copies."""
         if call.cos is None or call.sin is None:
             return _on_views(call), {}
-        if self.rotates(_on_views(call)):
+        if self._rotates:
             return _on_views(call), {"angles": Angles(call.cos.float(), call.sin.float(), call.interleaved)}
         heads = _rotated_heads(call.qkv, call.heads)
         rotated = heads.empty()
-        self._rotate(call, heads, rotated, inverse=False)
+        self._rotated(call, heads, rotated, inverse=False)
         return _on_views(call, rotated.q), {}
 
-    def _rotate(self, call: PackedAttentionCall, heads: Heads, out: Heads, *, inverse: bool) -> None:
+    def _rotated(self, call: PackedAttentionCall, heads: Heads, out: Heads, *, inverse: bool) -> None:
         assert call.cos is not None and call.sin is not None
         rotation = RotaryCall(heads.q, heads.q, call.cos, call.sin, call.interleaved)
-        self.rotary.rotate(rotation, heads, out, inverse=inverse)
-
-
-def _fake(call: PackedAttentionCall) -> AttentionResult:
-    qkv, heads = call.qkv, call.heads
-    batch, length, _, width = qkv.shape
-    lse = qkv.new_empty((batch, heads, length), dtype=torch.promote_types(qkv.dtype, torch.float32))
-    statistics = qkv.new_empty((batch, heads, 2, length), dtype=torch.float32)
-    return AttentionResult(qkv.new_empty(batch, length, heads * width), lse, statistics)
+        self._rotate(rotation, heads, out, inverse=inverse)
 
 
 OPERATION = _operation.Operation(
     OP,
     PackedAttentionCall,
-    prepare=prepare,
-    options="heads causal key_padding_mask attn_bias alibi_slopes cu_seqlens cos sin interleaved window dropout_p "
-    "scale softcap sinks key_ranges",
+    prepare,
     result=AttentionResult,
-    fake=_fake,
     differentiable=("qkv", "scores.bias", "scores.sinks"),
     kept=("out", "lse", "statistics"),
-    kernels="attention",
-    adapt=_Packed,
-    check_when_run=lambda call: check_when_run(call.scores, call.qkv.shape[1], call.qkv.shape[1]),
+    kernels=(_Packed, "attention"),
 )

@@ -10,23 +10,33 @@ from torch import Tensor
 
 from transformer_kernels.backends import in_dtype_of
 from transformer_kernels.ops import _operation
-from transformer_kernels.ops._operation import Grads, Wanted
-from transformer_kernels.ops._plan import bound
+from transformer_kernels.ops._kernels import Adapter, Grads, Wanted, record
 from transformer_kernels.ops._softcap import cap, cap_slope
 from transformer_kernels.ops._visible import added_bias, visible_mask
 from transformer_kernels.ops.attention import prepare as checked_attention
-from transformer_kernels.ops.attention.scores import Scores, Window, check_when_run
+from transformer_kernels.ops.attention.scores import Scores, Window, check_when_run, checked_scores
 from transformer_kernels.ops.softmax import SoftmaxCall
 
 OP = "attention_weights"
 
 
+@record
 class AttentionWeightsCall(NamedTuple):
     """As `AttentionCall`, without values and dropout."""
 
     q: Tensor
     k: Tensor
     scores: Scores
+
+    def fake(self) -> Tensor:
+        return self.q.new_empty(*self.q.shape[:3], self.k.shape[2])
+
+    def is_empty(self) -> bool:
+        return not (self.q.numel() and self.k.numel())
+
+    def check_when_run(self) -> None:
+        """The values of cu_seqlens."""
+        check_when_run(self.scores, self.q.shape[2], self.k.shape[2])
 
 
 def attention_weights(
@@ -77,6 +87,7 @@ def attention_weights(
     )  # fmt: skip
 
 
+@_operation.takes_options_of(checked_scores, "key_ranges")
 def prepare(q: Tensor, k: Tensor, **options: Any) -> AttentionWeightsCall:
     """The validated call; errors name `attention`."""
     given = (q, k, options.get("attn_bias"), options.get("sinks"))
@@ -85,24 +96,21 @@ def prepare(q: Tensor, k: Tensor, **options: Any) -> AttentionWeightsCall:
     return AttentionWeightsCall(call.q, call.k, call.scores)
 
 
-class _OnSoftmax:
+class _OnSoftmax(Adapter):
     """The operation on the softmax of a backend; scores are float32 whatever the dtype of q."""
 
-    def __init__(self, kernels: Any, one_layout: bool = False) -> None:
-        self.kernels, self._one_layout, self._bound = kernels, one_layout, None
+    def __init__(self, call: AttentionWeightsCall) -> None:
+        self._softmax_kernels: Any = None  # made by the first call, which has the scores
 
-    def bound(self, call: AttentionWeightsCall) -> _OnSoftmax:
-        """A copy for calls of one layout: its first call binds the softmax to the layout of the scores."""
-        return _OnSoftmax(self.kernels, one_layout=True)
+    @classmethod
+    def unsupported(cls, call: AttentionWeightsCall) -> str | None:
+        """Why the softmax does not support the scores."""
+        return super().unsupported(SoftmaxCall(call.q, None, False, 1.0))
 
     def _kernels(self, call: SoftmaxCall) -> Any:
-        if self._bound is None and self._one_layout:
-            self._bound = bound(self.kernels, call)
-        return self._bound or self.kernels
-
-    def unsupported(self, call: AttentionWeightsCall) -> str | None:
-        refusal = getattr(self.kernels, "unsupported", None)
-        return None if refusal is None else refusal(SoftmaxCall(call.q, None, False, 1.0))
+        if self._softmax_kernels is None:
+            self._softmax_kernels = self.inner.of(call)
+        return self._softmax_kernels
 
     def forward(self, call: AttentionWeightsCall) -> Tensor:
         weights = self._softmax(call).to(call.q.dtype)
@@ -189,13 +197,8 @@ def _scores(call: AttentionWeightsCall, q: Tensor, k: Tensor) -> Tensor:
 OPERATION = _operation.Operation(
     OP,
     AttentionWeightsCall,
-    prepare=prepare,
-    options="causal key_padding_mask attn_bias alibi_slopes cu_seqlens cu_seqlens_k window scale softcap sinks",
-    fake=lambda call: call.q.new_empty(*call.q.shape[:3], call.k.shape[2]),
+    prepare,
     differentiable=("q", "k", "scores.bias", "scores.sinks"),
     kept=("",),
-    sizes=("q", "k"),
-    kernels="softmax",
-    adapt=_OnSoftmax,
-    check_when_run=lambda call: check_when_run(call.scores, call.q.shape[2], call.k.shape[2]),
+    kernels=(_OnSoftmax, "softmax"),
 )

@@ -9,10 +9,12 @@ from torch import Tensor
 
 from transformer_kernels.ops import _checks, _operation
 from transformer_kernels.ops._dropout import draw_seed
+from transformer_kernels.ops._kernels import record
 
 OP = "embedding"
 
 
+@record
 class EmbeddingCall(NamedTuple):
     """All tensors are contiguous; the seed is None without dropout."""
 
@@ -26,6 +28,21 @@ class EmbeddingCall(NamedTuple):
     scale: float
     eps: float
     dropout_p: float
+
+    def fake(self) -> EmbeddingResult:
+        weight, tokens = self.weight, self.tokens
+        y = weight.new_empty((*tokens.shape, weight.shape[1]))
+        if self.norm_weight is None:
+            return EmbeddingResult(y, None, None)
+        mean = weight.new_empty((tokens.numel(),), dtype=torch.promote_types(weight.dtype, torch.float32))
+        return EmbeddingResult(y, mean, torch.empty_like(mean))
+
+    def is_empty(self) -> bool:
+        return not (self.weight.numel() and self.tokens.numel())
+
+    def check_when_run(self) -> None:
+        """All ids are rows of their tables."""
+        _check_rows(self.tokens, self.weight, self.positions, self.position_ids)
 
 
 class EmbeddingResult(NamedTuple):
@@ -90,10 +107,10 @@ def embedding(
         positions,
         norm_weight,
         norm_bias,
-        position_ids=position_ids,
-        scale=scale,
-        eps=eps,
-        dropout_p=dropout_p,
+        position_ids,
+        scale,
+        eps,
+        dropout_p,
     )
 
 
@@ -190,23 +207,11 @@ def _check_norm(weight: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | 
         _checks.row_parameter(OP, "norm_bias", norm_bias, weight)
 
 
-def _fake(call: EmbeddingCall) -> EmbeddingResult:
-    weight = call.weight
-    y = weight.new_empty((*call.tokens.shape, weight.shape[1]))
-    if call.norm_weight is None:
-        return EmbeddingResult(y, None, None)
-    mean = weight.new_empty((call.tokens.numel(),), dtype=torch.promote_types(weight.dtype, torch.float32))
-    return EmbeddingResult(y, mean, torch.empty_like(mean))
-
-
 OPERATION = _operation.Operation(
     OP,
     EmbeddingCall,
-    prepare=prepare,
+    prepare,
     result=EmbeddingResult,
-    fake=_fake,
     differentiable=("weight", "positions", "norm_weight", "norm_bias"),
     kept=("mean", "rstd"),
-    sizes=("weight", "tokens"),
-    check_when_run=lambda call: _check_rows(call.tokens, call.weight, call.positions, call.position_ids),
 )

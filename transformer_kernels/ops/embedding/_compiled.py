@@ -8,16 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from transformer_kernels.backends import Machine, address, in_dtype_of
-from transformer_kernels.ops._operation import Grads, Wanted
+from transformer_kernels.backends import address, cpu, in_dtype_of
+from transformer_kernels.ops._kernels import Compiled, Grads, Wanted
 from transformer_kernels.ops.embedding import EmbeddingCall, EmbeddingResult, _scatter
 
 
-class Kernels:
-    """Forward and backward by the compiled kernels of one machine."""
-
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
+class Kernels(Compiled):
+    """Embedding by the compiled kernels of one machine."""
 
     def forward(self, call: EmbeddingCall) -> EmbeddingResult:
         """y, and with LayerNorm per row the mean and 1 / sqrt(var + eps) in float32."""
@@ -120,9 +117,9 @@ class Kernels:
 
     def table_gradients(self, call: EmbeddingCall, ds: Tensor, wanted: Wanted) -> tuple[Tensor | None, Tensor | None]:
         """dweight and dpositions, where they are wanted, from the gradient ds (B, L, E) of the gathered sum."""
-        scatter_rows = getattr(self._machine.load(), "scatter_rows", None)
-        if scatter_rows is None:  # on a GPU PyTorch's deterministic kernels
+        if self._machine is not cpu:  # on a GPU PyTorch's deterministic kernels
             return _scatter.table_gradients(call, ds, wanted)
+        scatter_rows = cpu.load().scatter_rows
         code, positions = self._machine.DTYPE_CODES[ds.dtype], call.positions
 
         def scattered(ids: Tensor | None, table: Tensor, scale: float) -> Tensor:

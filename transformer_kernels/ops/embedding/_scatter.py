@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from transformer_kernels.ops._operation import Wanted
+from transformer_kernels.ops._kernels import Wanted
 from transformer_kernels.ops.embedding import EmbeddingCall
 
 aten = torch.ops.aten

@@ -11,7 +11,8 @@ from transformer_kernels.backends import triton as _triton
 from transformer_kernels.backends.triton_language import from_fp32, to_fp32
 from transformer_kernels.backends.triton_reduce import sum_partials
 from transformer_kernels.backends.triton_tiles import RowTile, Tiles, persistent_rows, whole_rows
-from transformer_kernels.ops._operation import Grads, Wanted
+from transformer_kernels.ops import _kernels
+from transformer_kernels.ops._kernels import Grads, Wanted
 from transformer_kernels.ops.embedding import EmbeddingCall, EmbeddingResult
 from transformer_kernels.ops.embedding._scatter import table_gradients
 from transformer_kernels.ops.norm._triton import (
@@ -125,30 +126,58 @@ def embedding_dropout_kernel(
     tl.store(ds + row * N + columns, from_fp32(gradient, ds.dtype.element_ty), mask=inside)
 
 
-def unsupported(call: EmbeddingCall) -> str | None:
-    """Why these kernels do not support the call, or None."""
-    columns = call.weight.shape[1]
-    if call.norm_weight is None or columns <= WIDEST_NORMALISED:
-        return None
-    return f"rows of {columns} columns with LayerNorm; up to {WIDEST_NORMALISED}, use backend='cuda'"
+class Kernels(_kernels.Kernels):
+    """Embedding by Triton."""
+
+    @classmethod
+    def unsupported(cls, call: EmbeddingCall) -> str | None:
+        """Why these kernels do not support the call, or None."""
+        columns = call.weight.shape[1]
+        if call.norm_weight is None or columns <= WIDEST_NORMALISED:
+            return None
+        return f"rows of {columns} columns with LayerNorm; up to {WIDEST_NORMALISED}, use backend='cuda'"
+
+    def forward(self, call: EmbeddingCall) -> EmbeddingResult:
+        """(y, mean, rstd); mean and rstd fp32 (M,), None without LayerNorm."""
+        weight, tokens, positions, position_ids, norm_weight, norm_bias, seed, scale, eps, dropout_p = call
+        tile, _, N = FORWARD.of_rows(weight)
+        y = torch.empty((*tokens.shape, N), dtype=weight.dtype, device=weight.device)
+        mean = None if norm_weight is None else torch.empty(tokens.numel(), dtype=torch.float32, device=weight.device)
+        rstd = None if mean is None else torch.empty_like(mean)
+        numbers = (*_sizes(weight, tokens, positions), scale, eps, *dropout_numbers(dropout_p))
+        launch = _launch(embedding_forward_kernel, tile, numbers, weight.element_size())
+        launch(weight, tokens, positions, position_ids, norm_weight, norm_bias, seed, y, mean, rstd)
+        return EmbeddingResult(y, mean, rstd)
+
+    def backward(
+        self, call: EmbeddingCall, result: EmbeddingResult, grads: Grads, wanted: Wanted
+    ) -> tuple[Tensor | None, ...]:
+        """dweight, dpositions, dnorm_weight, dnorm_bias."""
+        _, mean, rstd = result
+        (dy,), (weight, tokens, positions, position_ids, norm_weight, norm_bias, seed, scale, _, dropout_p) = (
+            grads,
+            call,
+        )
+        has_bias = norm_bias is not None
+        if norm_weight is None:
+            ds = dy if seed is None else _undropped(dy, seed, dropout_p)
+            return *table_gradients(call, ds, wanted), None, None
+        tile, _, N = BACKWARD.of_rows(weight)
+        programs = min(
+            _triton.ceil_div(tokens.numel(), tile.rows), tile.programs * _triton.multiprocessors(weight.device)
+        )
+        ds = torch.empty_like(dy)
+        partials = torch.empty((1 + has_bias, programs, N), dtype=torch.float32, device=weight.device)
+        numbers = (*_sizes(weight, tokens, positions), scale, *dropout_numbers(dropout_p))
+        launch = _backward_launch(tile, programs, numbers, has_bias, weight.element_size())
+        launch(dy, weight, tokens, positions, position_ids, norm_weight, mean, rstd, seed, ds, partials)
+        sums = sum_partials(partials, norm_weight.dtype)
+        return *table_gradients(call, ds, wanted), sums[0], sums[1] if has_bias else None
 
 
 def _sizes(weight: Tensor, tokens: Tensor, positions: Tensor | None) -> tuple[int, int, int, int, int]:
     """The kernels' sizes M, N, L, V, P."""
     return tokens.numel(), weight.shape[1], tokens.shape[1], weight.shape[0], 0 if positions is None else len(positions)
-
-
-def forward(call: EmbeddingCall) -> EmbeddingResult:
-    """(y, mean, rstd); mean and rstd fp32 (M,), None without LayerNorm."""
-    weight, tokens, positions, position_ids, norm_weight, norm_bias, seed, scale, eps, dropout_p = call
-    tile, _, N = FORWARD.of_rows(weight)
-    y = torch.empty((*tokens.shape, N), dtype=weight.dtype, device=weight.device)
-    mean = None if norm_weight is None else torch.empty(tokens.numel(), dtype=torch.float32, device=weight.device)
-    rstd = None if mean is None else torch.empty_like(mean)
-    numbers = (*_sizes(weight, tokens, positions), scale, eps, *dropout_numbers(dropout_p))
-    launch = _launch(embedding_forward_kernel, tile, numbers, weight.element_size())
-    launch(weight, tokens, positions, position_ids, norm_weight, norm_bias, seed, y, mean, rstd)
-    return EmbeddingResult(y, mean, rstd)
 
 
 @_triton.planned
@@ -158,25 +187,6 @@ def _launch(kernel: Any, tile: RowTile, numbers: tuple[float, ...], itemsize: in
     grid = (_triton.ceil_div(M, tile.rows), _triton.ceil_div(N, tile.columns))
     constants = (_triton.vector_width(itemsize, N), tile.rows, tile.columns)
     return _triton.Launch(kernel, grid, numbers, constants, tile.num_warps)
-
-
-def backward(call: EmbeddingCall, result: EmbeddingResult, grads: Grads, wanted: Wanted) -> tuple[Tensor | None, ...]:
-    """dweight, dpositions, dnorm_weight, dnorm_bias."""
-    _, mean, rstd = result
-    (dy,), (weight, tokens, positions, position_ids, norm_weight, norm_bias, seed, scale, _, dropout_p) = grads, call
-    has_bias = norm_bias is not None
-    if norm_weight is None:
-        ds = dy if seed is None else _undropped(dy, seed, dropout_p)
-        return *table_gradients(call, ds, wanted), None, None
-    tile, _, N = BACKWARD.of_rows(weight)
-    programs = min(_triton.ceil_div(tokens.numel(), tile.rows), tile.programs * _triton.multiprocessors(weight.device))
-    ds = torch.empty_like(dy)
-    partials = torch.empty((1 + has_bias, programs, N), dtype=torch.float32, device=weight.device)
-    numbers = (*_sizes(weight, tokens, positions), scale, *dropout_numbers(dropout_p))
-    launch = _backward_launch(tile, programs, numbers, has_bias, weight.element_size())
-    launch(dy, weight, tokens, positions, position_ids, norm_weight, mean, rstd, seed, ds, partials)
-    sums = sum_partials(partials, norm_weight.dtype)
-    return *table_gradients(call, ds, wanted), sums[0], sums[1] if has_bias else None
 
 
 @_triton.planned

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from transformer_kernels.ops import _checks, _operation
+from transformer_kernels.ops._kernels import Grads, Wanted, record
 from transformer_kernels.ops.activation import activated
 
 OP = "linear"
 ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh")
 
 
+@record
 class LinearCall(NamedTuple):
     """All tensors are contiguous, but for a float32 weight whose transpose may be instead, without an activation; under
     autocast weight and bias may be float32 beside an x of 16 bits."""
@@ -22,6 +24,21 @@ class LinearCall(NamedTuple):
     weight: Tensor
     bias: Tensor | None
     activation: str | None
+
+    def fake(self) -> LinearResult:
+        y = self.x.new_empty((*self.x.shape[:-1], self.weight.shape[0]))
+        return LinearResult(y, self.x.new_empty(0) if self.activation is None else torch.empty_like(y))
+
+    def is_empty(self) -> bool:
+        return not (self.x.numel() and self.weight.numel())
+
+    def second_order(self, result: LinearResult, grads: Grads, wanted: Wanted) -> tuple[Tensor | None, ...]:
+        """The gradients of the layer, computed in PyTorch."""
+        with torch.enable_grad():
+            dtype = self.x.dtype
+            bias = None if self.bias is None else self.bias.to(dtype)
+            y = activated(torch.nn.functional.linear(self.x, self.weight.to(dtype), bias), self.activation)
+        return _operation.differentiated(y, (self.x, self.weight, self.bias), grads[0], wanted)
 
 
 class LinearResult(NamedTuple):
@@ -87,32 +104,6 @@ def _fitting(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     return parameter if kept else parameter.to(dtype)
 
 
-def _second_order(
-    call: LinearCall, result: LinearResult, grads: tuple[Tensor, ...], wanted: tuple[bool, ...]
-) -> tuple[Tensor | None, ...]:
-    with torch.enable_grad():
-        dtype = call.x.dtype
-        bias = None if call.bias is None else call.bias.to(dtype)
-        y = activated(torch.nn.functional.linear(call.x, call.weight.to(dtype), bias), call.activation)
-    return _operation.differentiated(y, (call.x, call.weight, call.bias), grads[0], wanted)
-
-
-def _fake(call: LinearCall) -> LinearResult:
-    y = call.x.new_empty((*call.x.shape[:-1], call.weight.shape[0]))
-    return LinearResult(y, call.x.new_empty(0) if call.activation is None else torch.empty_like(y))
-
-
 OPERATION = _operation.Operation(
-    OP,
-    LinearCall,
-    prepare=prepare,
-    options="activation",
-    result=LinearResult,
-    fake=_fake,
-    differentiable=("x", "weight", "bias"),
-    kept=("saved",),
-    sizes=("x", "weight"),
-    composed=lambda module, *call: module.composed(*call),
-    by_pytorch=("triton", "cuda"),
-    second_order=_second_order,
+    OP, LinearCall, prepare, result=LinearResult, differentiable=("x", "weight", "bias"), kept=("saved",)
 )

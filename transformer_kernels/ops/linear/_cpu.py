@@ -14,9 +14,10 @@ from torch import Tensor
 
 from transformer_kernels.backends import contiguous_memory, cpu, in_dtype_of, memory_of
 from transformer_kernels.backends.cpu import DTYPE_CODES
-from transformer_kernels.ops._operation import Grads, Wanted, autocast_dtype
-from transformer_kernels.ops.activation import ActivationCall
-from transformer_kernels.ops.activation._compiled import Kernels as Activation
+from transformer_kernels.ops import _kernels
+from transformer_kernels.ops._kernels import Grads, Wanted
+from transformer_kernels.ops._operation import autocast_dtype
+from transformer_kernels.ops.activation import ActivationCall, _compiled
 from transformer_kernels.ops.linear import ACTIVATIONS, LinearCall, LinearResult
 from transformer_kernels.ops.linear._products import Gradients, gradients, product, unactivated
 
@@ -36,7 +37,7 @@ LIMITS: dict[tuple[torch.dtype, str, str], tuple[tuple[int, int], ...]] = {
 }
 """By dtype, products and processor: (rows of x, elements of the largest weight for which our products are faster)."""
 
-ACTIVATION = Activation(cpu)
+Activation: Any = _compiled.Kernels.on(cpu)
 
 
 def fuses(call: LinearCall) -> bool:
@@ -70,26 +71,15 @@ def processor(kernels: Any) -> str:
     return "AMD" if level not in ("plain", "avx2") and kernels.vendor == "AuthenticAMD" else ""  # MKL is slower there
 
 
-def bound(call: LinearCall) -> Any:
-    """The functions for calls of this layout."""
-    return Products(call) if fuses(call) else Selected(call)
+class Kernels(_kernels.Kernels):
+    """A linear layer on the CPU: of these products or of PyTorch's."""
 
+    @classmethod
+    def of(cls, call: LinearCall) -> Kernels:
+        """The faster products for calls of this layout."""
+        return Products(call) if fuses(call) else Selected(call)
 
-def composed(call: LinearCall, backend: str | None, recorded: bool) -> Tensor | None:
-    """PyTorch's product where none of ours is faster: its own record costs less than an operation's."""
-    return None if fuses(call) else Selected(call).composed(call, backend, recorded)
-
-
-def forward(call: LinearCall) -> LinearResult:
-    """y, and y or the sums before the activation for the gradient."""
-    result: LinearResult = bound(call).forward(call)
-    return result
-
-
-def backward(call: LinearCall, result: LinearResult, grads: Grads, wanted: Wanted) -> Gradients:
-    """dx, dweight and dbias."""
-    gradients: Gradients = bound(call).backward(call, result, grads, wanted)
-    return gradients
+    fuses = staticmethod(fuses)
 
 
 def _is_small_batch(call: LinearCall) -> bool:
@@ -99,7 +89,7 @@ def _is_small_batch(call: LinearCall) -> bool:
     return x.dtype is weight.dtype and (bias is None or x.dtype is bias.dtype)
 
 
-class Selected:
+class Selected(Kernels):
     """Layers of one layout of which PyTorch computes some products. This package's are the forward product of output
     layers and the weight gradient of others."""
 
@@ -111,6 +101,7 @@ class Selected:
         self._gradient = not self._small and weight.numel() <= _limit(x, "weight gradient")
 
     def composed(self, call: LinearCall, backend: str | None, recorded: bool) -> Tensor | None:
+        """PyTorch's layer where none of our products is faster: its own record costs less than an operation's."""
         if not recorded or call.activation is not None or self._forward:
             return None
         if call.weight.requires_grad and self._gradient:
@@ -125,7 +116,8 @@ class Selected:
             return self._products.small_batch(call) if self._small else unactivated(call)
         before = self._products.small_batch(call).y if self._small else product(call, call.bias)
         y = before if call.activation == "relu" else torch.empty_like(before)
-        ACTIVATION.run(ActivationCall(before, None, None, call.activation, False), y)
+        inner = ActivationCall(before, None, None, call.activation, False)
+        Activation(inner).run(inner, y)
         return LinearResult(y, before)
 
     def backward(self, call: LinearCall, result: LinearResult, grads: Grads, wanted: Wanted) -> Gradients:
@@ -134,7 +126,7 @@ class Selected:
             return self._gradients(call, grads[0], wanted)
         assert result.saved is not None
         inner = ActivationCall(result.saved, call.bias, None, call.activation, False)  # the bias is in `saved`
-        dz, dbias, _ = ACTIVATION.backward(inner, result.saved, grads, (True, wanted[2], False))
+        dz, dbias, _ = Activation(inner).backward(inner, result.saved, grads, (True, wanted[2], False))
         dx, dweight, _ = self._gradients(call, dz, (*wanted[:2], False))
         return dx, dweight, dbias
 
@@ -146,10 +138,8 @@ class Selected:
         return dx, *self._products.weight_gradient(call.x, call.weight, call.bias, dz, wanted)
 
 
-class Products:
+class Products(Kernels):
     """This package's three products for layers of one layout; a transposed weight is that of the inverse layer."""
-
-    computes = True
 
     def __init__(self, call: LinearCall) -> None:
         x, weight, _, activation = call

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -10,19 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from transformer_kernels.ops import _checks, _operation
-from transformer_kernels.ops.linear import OPERATION as LINEAR
-from transformer_kernels.ops.linear import LinearCall, linear
 from transformer_kernels.ops.loss import _chunked
 from transformer_kernels.ops.loss._calls import (
+    LINEAR_OP,
+    OP,
+    REDUCTIONS,
     CrossEntropyCall,
     CrossEntropyResult,
     LinearCrossEntropyCall,
     LinearCrossEntropyResult,
-    second_order,
 )
-
-OP, LINEAR_OP = "cross_entropy", "linear_cross_entropy"
-REDUCTIONS = ("mean", "sum", "none")
 
 
 @_checks.spelled_unlike_torch("F.cross_entropy(input, target, weight)", "cross_entropy(logits, targets, weight=weight)")
@@ -136,38 +132,47 @@ def linear_cross_entropy(
     if not torch.compiler.is_compiling():
         return LINEAR_CROSS_ENTROPY.run(backend, x, weight, targets, bias, *options)
     call = LINEAR_CROSS_ENTROPY.prepared((x, weight, targets, bias, *options))
-    loss = _in_one_chunk(None, call, backend)
-    return LINEAR_CROSS_ENTROPY(call, backend) if loss is None else loss
+    if not call.is_one_chunk():
+        return LINEAR_CROSS_ENTROPY(call, backend)
+    return CROSS_ENTROPY(call.loss_of(F.linear(call.x, call.weight, call.bias)), backend)
 
 
-def _in_one_chunk(
-    module: Any, call: LinearCrossEntropyCall, backend: str | None, recorded: bool = True
-) -> Tensor | None:
-    """A linear layer and `cross_entropy` where all rows fit into one chunk, else None."""
-    x, weight, bias = call.x, call.weight, call.bias
-    if not _chunked.is_one(call):
-        return None
-    if torch.compiler.is_compiling():
-        return CROSS_ENTROPY(_chunked.loss_of(call, F.linear(x, weight, bias)), backend)
-    # this package's linear layer also while a step is recorded, so that its bits are the same
-    if module.plans:
-        layer, loss = module.plans
-        logits = LINEAR.computed(layer, LinearCall(x, weight, bias, None), backend)
-        return CROSS_ENTROPY.computed(loss, _chunked.loss_of(call, logits), backend)
-    inner = _chunked.loss_of(call, linear(x, weight, bias, backend=backend))
-    if module.plans is not None:
-        prepared = LINEAR.prepare(x, weight, bias)
-        copied = any(a is not b for a, b in zip(prepared, (x, weight, bias), strict=False))
-        plans = LINEAR.planned(prepared, backend, 1), CROSS_ENTROPY.planned(inner, backend, 1)
-        module.plans = None if copied else plans
-    return CROSS_ENTROPY(inner, backend)
+def checked_options(
+    op: str,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+) -> dict[str, Any]:
+    """The options that are no tensors, validated, as fields of a call."""
+    _checks.integer(op, "ignore_index", ignore_index)
+    if not -(2**63) <= ignore_index < 2**63:
+        raise ValueError(f"{op}: ignore_index must fit into 64 bits; got {ignore_index}")
+    _checks.probability(op, "label_smoothing", label_smoothing)
+    _checks.finite(op, "z_loss", z_loss)
+    if z_loss < 0.0:
+        raise ValueError(f"{op}: z_loss must not be negative; got {z_loss}")
+    if softcap is not None:
+        _checks.positive(op, "softcap", softcap)
+        _checks.finite(op, "softcap", softcap)
+    _checks.choice(op, "reduction", reduction, REDUCTIONS)
+    return {
+        "ignore_index": int(ignore_index),
+        "label_smoothing": float(label_smoothing),
+        "z_loss": float(z_loss),
+        "softcap": None if softcap is None else float(softcap),
+        "reduction": reduction,
+    }
 
 
+@_operation.takes_options_of(checked_options)
 def _prepare(logits: Tensor, targets: Tensor, *, weight: Tensor | None = None, **options: Any) -> CrossEntropyCall:
-    """The validated arguments; `options` are those of `_checked_options`."""
+    """The validated arguments; `options` are those of `checked_options`."""
     _checks.tensor(OP, "logits", logits)
     _checks.at_least_1d(OP, logits)
-    checked = _checked_options(OP, **options)
+    checked = checked_options(OP, **options)
     if logits.dim() > 2 and isinstance(targets, Tensor):
         logits = _classes_last(logits, targets)
     if logits.shape[-1] == 0:
@@ -232,51 +237,7 @@ def _check_class_weight(op: str, name: str, weight: Tensor | None, classes: int)
         raise ValueError(f"{op}: {name} has no gradient; detach it, or use python_ref.ops.{op}")
 
 
-def _checked_options(
-    op: str,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    reduction: str = "mean",
-) -> dict[str, Any]:
-    """The options that are no tensors, validated, as fields of a call."""
-    _checks.integer(op, "ignore_index", ignore_index)
-    if not -(2**63) <= ignore_index < 2**63:
-        raise ValueError(f"{op}: ignore_index must fit into 64 bits; got {ignore_index}")
-    _checks.probability(op, "label_smoothing", label_smoothing)
-    _checks.finite(op, "z_loss", z_loss)
-    if z_loss < 0.0:
-        raise ValueError(f"{op}: z_loss must not be negative; got {z_loss}")
-    if softcap is not None:
-        _checks.positive(op, "softcap", softcap)
-        _checks.finite(op, "softcap", softcap)
-    _checks.choice(op, "reduction", reduction, REDUCTIONS)
-    return {
-        "ignore_index": int(ignore_index),
-        "label_smoothing": float(label_smoothing),
-        "z_loss": float(z_loss),
-        "softcap": None if softcap is None else float(softcap),
-        "reduction": reduction,
-    }
-
-
-def _fake(call: CrossEntropyCall) -> CrossEntropyResult:
-    logits = call.logits
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    loss = logits.new_empty(logits.shape[:-1] if call.reduction == "none" else (), dtype=dtype)
-    statistics = logits.new_empty((2, math.prod(logits.shape[:-1])), dtype=dtype)
-    return CrossEntropyResult(loss, statistics, logits.new_empty((), dtype=dtype))
-
-
-def _check_when_run(call: CrossEntropyCall) -> None:
-    """A traced call is checked when it runs: its targets have no values before."""
-    if call.targets.is_floating_point():
-        return
-    _checks.classes_in_range(OP, "targets", call.targets, call.logits.shape[-1], call.ignore_index)
-
-
+@_operation.takes_options_of(checked_options)
 def _prepare_linear(
     x: Tensor,
     weight: Tensor,
@@ -286,7 +247,7 @@ def _prepare_linear(
     class_weight: Tensor | None = None,
     **options: Any,
 ) -> LinearCrossEntropyCall:
-    """The validated arguments; `options` are those of `_checked_options`."""
+    """The validated arguments; `options` are those of `checked_options`."""
     _checks.tensor(LINEAR_OP, "x", x)
     _checks.at_least_1d(LINEAR_OP, x)
     autocast = _operation.autocast_dtype(x)
@@ -296,7 +257,7 @@ def _prepare_linear(
     _checks.class_indices(LINEAR_OP, "targets", targets, x.shape[:-1])
     _check_class_weight(LINEAR_OP, "class_weight", class_weight, weight.shape[0])
     _checks.same_device(LINEAR_OP, x, weight=weight, targets=targets, bias=bias, class_weight=class_weight)
-    checked = _checked_options(LINEAR_OP, **options)
+    checked = checked_options(LINEAR_OP, **options)
     _operation.refuse_transforms(LINEAR_OP, x, weight, bias)
     if not _operation.is_traced(x):
         _checks.classes_in_range(LINEAR_OP, "targets", targets, weight.shape[0], checked["ignore_index"])
@@ -306,51 +267,23 @@ def _prepare_linear(
     return LinearCrossEntropyCall(x, weight, targets.long().contiguous(), bias, wanted=wanted, **checked)
 
 
-def _fake_linear(call: LinearCrossEntropyCall) -> LinearCrossEntropyResult:
-    scalar = call.x.new_empty((), dtype=torch.promote_types(call.dtype, torch.float32))
-    if call.reduction == "none":
-        return LinearCrossEntropyResult(scalar.new_empty(call.targets.shape), scalar, None, None, None)
-    likes = (call.x.contiguous(), call.weight, call.bias)
-    grads = (
-        torch.empty_like(like) if want and like is not None else None
-        for like, want in zip(likes, call.wanted, strict=True)
-    )
-    return LinearCrossEntropyResult(scalar, torch.empty_like(scalar), *grads)
-
-
 CROSS_ENTROPY = _operation.Operation(
     OP,
     CrossEntropyCall,
-    prepare=_prepare,
-    options="weight ignore_index label_smoothing z_loss softcap reduction",
+    _prepare,
     result=CrossEntropyResult,
-    fake=_fake,
     differentiable=("logits",),
     kept=("statistics", "counted"),
     kernels="loss",
-    ahead=True,
-    second_order=second_order,
-    check_when_run=_check_when_run,
 )
 
 LINEAR_CROSS_ENTROPY = _operation.Operation(
     LINEAR_OP,
     LinearCrossEntropyCall,
-    prepare=_prepare_linear,
-    options="class_weight ignore_index label_smoothing z_loss softcap reduction",
+    _prepare_linear,
     result=LinearCrossEntropyResult,
-    ahead=True,
-    fake=_fake_linear,
     differentiable=("x", "weight", "bias"),
-    dropped=("x", "weight", "targets", "bias", "class_weight"),
-    dropped_when=lambda call: call.reduction != "none" and not _chunked.is_one(call),
+    dropped={"x": "dx", "weight": "dweight", "bias": "dbias", "targets": None, "class_weight": None},
     kept=("loss", "counted", "dx", "dweight", "dbias"),
-    like={"x": "dx", "weight": "dweight", "bias": "dbias"},
-    sizes=(),
-    kernels="loss",
-    composed=_in_one_chunk,
-    adapt=_chunked.ChunkedCrossEntropy,
-    check_when_run=lambda call: _checks.classes_in_range(
-        LINEAR_OP, "targets", call.targets, call.weight.shape[0], call.ignore_index
-    ),
+    kernels=(_chunked.ChunkedCrossEntropy, "loss"),
 )

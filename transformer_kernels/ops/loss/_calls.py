@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from transformer_kernels.ops import _checks
+from transformer_kernels.ops._kernels import Grads, Kernels, Wanted, record
 from transformer_kernels.ops._operation import differentiated
+
+OP, LINEAR_OP = "cross_entropy", "linear_cross_entropy"
+REDUCTIONS = ("mean", "sum", "none")
+
+
+CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 128 << 20}
+"""Maximum bytes of a chunk's logits. CPU: about a last-level cache. GPU: small next to a model's other tensors, with
+enough rows for products at full rate and a negligible cost of accumulating dweight."""
+
+FEWEST_ROWS = 512
+"""Minimum rows per chunk: each chunk reads the weight twice and accumulates dweight once."""
+
+
+def rows_at_once(classes: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Rows per chunk."""
+    kind = "cpu" if device.type == "cpu" else "cuda"
+    return max(CHUNK_BYTES[kind] // (classes * dtype.itemsize), FEWEST_ROWS)
 
 
 class RowLoss(NamedTuple):
@@ -40,6 +60,7 @@ def weighted_mean(losses: Tensor, targets: Tensor, ignore_index: int, weights: T
     return losses.sum() / counted, counted
 
 
+@record
 class CrossEntropyCall(NamedTuple):
     """The tensors are contiguous, the targets int64 classes or, of the shape of the logits, probabilities."""
 
@@ -51,6 +72,22 @@ class CrossEntropyCall(NamedTuple):
     weight: Tensor | None = None
     z_loss: float = 0.0
     softcap: float | None = None
+
+    def fake(self) -> CrossEntropyResult:
+        logits = self.logits
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        loss = logits.new_empty(logits.shape[:-1] if self.reduction == "none" else (), dtype=dtype)
+        statistics = logits.new_empty((2, math.prod(logits.shape[:-1])), dtype=dtype)
+        return CrossEntropyResult(loss, statistics, logits.new_empty((), dtype=dtype))
+
+    def check_when_run(self) -> None:
+        """All targets are classes or ignored."""
+        if not self.targets.is_floating_point():
+            _checks.classes_in_range(OP, "targets", self.targets, self.logits.shape[-1], self.ignore_index)
+
+    def second_order(self, result: CrossEntropyResult, grads: Grads, wanted: Wanted) -> tuple[Tensor | None, ...]:
+        """The gradient, computed in PyTorch."""
+        return second_order(self, result, grads, wanted)
 
     def row_loss(self) -> RowLoss:
         """The options of each row."""
@@ -97,6 +134,31 @@ def second_order(
     return differentiated(loss, [logits], grads[0].reshape(loss.shape), wanted)
 
 
+class LossKernels(Kernels):
+    """What `linear_cross_entropy` asks of a backend's kernels of `cross_entropy`, for chunks of rows."""
+
+    makes_ahead = False
+    """Whether `forward_with_gradient` computes the gradient of these calls."""
+
+    @classmethod
+    def row_losses(cls, logits: Tensor, targets: Tensor, options: RowLoss) -> Tensor:
+        """The loss of each row; logits (M, V) with any row stride, targets (M,)."""
+        raise NotImplementedError
+
+    @classmethod
+    def row_losses_and_gradient(cls, logits: Tensor, targets: Tensor, options: RowLoss) -> tuple[Tensor, Tensor]:
+        """`row_losses`, and the gradient of their sum, which overwrites the logits."""
+        raise NotImplementedError
+
+    @classmethod
+    def reduced(
+        cls, losses: Tensor, targets: Tensor, ignore_index: int, reduction: str, weights: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The sum or mean of the losses, and the denominator of the mean."""
+        raise NotImplementedError
+
+
+@record
 class LinearCrossEntropyCall(NamedTuple):
     """Targets contiguous and int64; products in `dtype`; `wanted`: which gradients of x, weight and bias are required.
 
@@ -115,6 +177,38 @@ class LinearCrossEntropyCall(NamedTuple):
     class_weight: Tensor | None = None
     z_loss: float = 0.0
     softcap: float | None = None
+
+    def fake(self) -> LinearCrossEntropyResult:
+        scalar = self.x.new_empty((), dtype=torch.promote_types(self.dtype, torch.float32))
+        if self.reduction == "none":
+            return LinearCrossEntropyResult(scalar.new_empty(self.targets.shape), scalar, None, None, None)
+        likes = (self.x.contiguous(), self.weight, self.bias)
+        grads = (
+            torch.empty_like(like) if want and like is not None else None
+            for like, want in zip(likes, self.wanted, strict=True)
+        )
+        return LinearCrossEntropyResult(scalar, torch.empty_like(scalar), *grads)
+
+    def is_empty(self) -> bool:
+        return False
+
+    def drops(self) -> bool:
+        return self.reduction != "none" and not self.is_one_chunk()
+
+    def check_when_run(self) -> None:
+        """All targets are classes or ignored."""
+        _checks.classes_in_range(LINEAR_OP, "targets", self.targets, self.weight.shape[0], self.ignore_index)
+
+    def is_one_chunk(self) -> bool:
+        """Whether all rows fit into one chunk."""
+        return self.targets.numel() <= rows_at_once(self.weight.shape[0], self.dtype, self.x.device)
+
+    def loss_of(self, logits: Tensor) -> CrossEntropyCall:
+        """The call of `cross_entropy` with these logits."""
+        return CrossEntropyCall(
+            logits, self.targets, self.ignore_index, self.label_smoothing, self.reduction, self.class_weight,
+            self.z_loss, self.softcap,
+        )  # fmt: skip
 
     def row_loss(self) -> RowLoss:
         """The options of each row."""

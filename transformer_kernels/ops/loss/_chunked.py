@@ -5,68 +5,57 @@ A chunk's logits are computed, overwritten by their gradient, multiplied into dx
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from transformer_kernels.backends import cpu, dispatch
-from transformer_kernels.ops._operation import Grads, Wanted, differentiated, without_autocast
+from transformer_kernels.backends import dispatch
+from transformer_kernels.ops._kernels import Adapter, Grads, Kernels, Wanted
+from transformer_kernels.ops._operation import differentiated, is_traced, without_autocast
 from transformer_kernels.ops._plan import Plan
 from transformer_kernels.ops.linear import OPERATION as LINEAR
-from transformer_kernels.ops.linear import LinearCall, LinearResult
+from transformer_kernels.ops.linear import LinearCall, LinearResult, linear
+from transformer_kernels.ops.loss import _calls
 from transformer_kernels.ops.loss._calls import (
     CrossEntropyCall,
     CrossEntropyResult,
     LinearCrossEntropyCall,
     LinearCrossEntropyResult,
+    LossKernels,
     second_order,
 )
-
-CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 128 << 20}
-"""Maximum bytes of a chunk's logits. CPU: about a last-level cache. GPU: small next to a model's other tensors, with
-enough rows for products at full rate and a negligible cost of accumulating dweight."""
-
-FEWEST_ROWS = 512
-"""Minimum rows per chunk: each chunk reads the weight twice and accumulates dweight once."""
-
 
 ROW_ALIGNMENT = 16
 """Bytes: padded rows permit vector access with an odd vocabulary size."""
 
 
-def rows_at_once(classes: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Rows per chunk."""
-    kind = "cpu" if device.type == "cpu" else "cuda"
-    return max(CHUNK_BYTES[kind] // (classes * dtype.itemsize), FEWEST_ROWS)
+def _cross_entropy() -> Any:
+    """The operation, which is defined above this file."""
+    return dispatch.OPERATIONS["cross_entropy"]
 
 
-def is_one(call: LinearCrossEntropyCall) -> bool:
-    """Whether all rows fit into one chunk."""
-    return call.targets.numel() <= rows_at_once(call.weight.shape[0], call.dtype, call.x.device)
+class ChunkedCrossEntropy(Adapter):
+    """`linear_cross_entropy` in chunks, on a backend's cross-entropy kernels."""
 
+    @classmethod
+    def unsupported(cls, call: LinearCrossEntropyCall) -> None:
+        """None: targets are classes, which all kernels of the loss support."""
 
-class ChunkedCrossEntropy:
-    """`linear_cross_entropy` in chunks, on a backend's cross-entropy kernels.
-
-    For calls of one layout, `plans` are those of the linear layer and of its loss if one chunk has all rows; () until
-    the first call, None where they are not reused.
-    """
-
-    def __init__(self, kernels: ModuleType, plans: tuple[Plan, ...] | None = None) -> None:
-        self.kernels, self.plans = kernels, plans
-
-    def bound(self, call: LinearCrossEntropyCall) -> ChunkedCrossEntropy | OneChunk:
-        """The implementation for calls of one layout: one chunk where all rows fit, else chunks."""
-        if getattr(self.kernels, "machine", None) is not cpu or not is_one(call):
-            return ChunkedCrossEntropy(self.kernels, ())
-        given, linear = (call.x, call.weight, call.bias), dispatch.family(LINEAR.folder, "cpu")
-        layer = LINEAR.prepare(*given)
-        if not linear.fuses(layer) or any(a is not b for a, b in zip(layer, given, strict=False)):
-            return ChunkedCrossEntropy(self.kernels, ())
-        one = OneChunk(linear.bound(layer), self.kernels, call)
-        return one if one.loss.makes_ahead else ChunkedCrossEntropy(self.kernels, ())
+    @classmethod
+    def of(cls, call: LinearCrossEntropyCall) -> Kernels:
+        """One chunk where all rows fit: in one pass where compiled kernels of a CPU have both parts."""
+        if call.targets is None or not call.is_one_chunk():  # backward of chunks has no targets
+            return cls(call)
+        given, layers = (call.x, call.weight, call.bias), dispatch.family(LINEAR.folder, cls.backend)
+        if cls.backend == "cpu" and call.x.numel() and not is_traced(call.x):
+            layer = LINEAR.prepare(*given)
+            if layers.fuses(layer) and all(a is b for a, b in zip(layer, given, strict=False)):
+                one: Any = OneChunk.on(cls.inner, cls.backend)
+                kernels: OneChunk = one(layers.of(layer), call)
+                if kernels.loss.makes_ahead:
+                    return kernels
+        return InOneChunk.on(cls.inner, cls.backend)(call)
 
     def forward(self, call: LinearCrossEntropyCall) -> LinearCrossEntropyResult:
         """The loss, and the required gradients, each in the dtype of its tensor.
@@ -78,12 +67,12 @@ class ChunkedCrossEntropy:
 
     def _forward(self, call: LinearCrossEntropyCall) -> LinearCrossEntropyResult:
         targets, classes = call.targets, call.targets.view(-1)
-        head = _Head(self.kernels, call, [False] * 3 if call.reduction == "none" else call.wanted)
+        head = _Head(self.inner, call, [False] * 3 if call.reduction == "none" else call.wanted)
         losses = head.all_losses(classes)
         if call.reduction == "none":
             return LinearCrossEntropyResult(losses.view(targets.shape), None, None, None, None)
         weights = head.options.weights
-        loss, count = self.kernels.reduced(losses, classes, call.ignore_index, call.reduction, weights)
+        loss, count = self.inner.reduced(losses, classes, call.ignore_index, call.reduction, weights)
         return LinearCrossEntropyResult(loss, count, *head.gradients(call))
 
     def backward(
@@ -96,7 +85,7 @@ class ChunkedCrossEntropy:
         (dloss,), (_, counted, *sums) = grads, result
         if call.reduction == "none":
             with without_autocast(dloss):
-                head = _Head(self.kernels, call, list(wanted))
+                head = _Head(self.inner, call, list(wanted))
                 scale = dloss.masked_fill(call.targets == call.ignore_index, 0.0)
                 head.all_losses(call.targets.view(-1), scale.reshape(-1, 1))
                 return head.gradients(call)
@@ -106,17 +95,37 @@ class ChunkedCrossEntropy:
         return tuple(grad if grad is None else torch.mul(grad, scale, out=torch.empty_like(grad)) for grad in sums)
 
 
-class OneChunk:
+class InOneChunk(ChunkedCrossEntropy):
+    """Calls of one layout whose rows fit into one chunk: a linear layer, then its loss."""
+
+    def __init__(self, call: LinearCrossEntropyCall) -> None:
+        self._plans: tuple[Plan, ...] | None = ()  # of both; () until the first call, None where they are not reused
+
+    def composed(self, call: LinearCrossEntropyCall, backend: str | None, recorded: bool) -> Tensor:
+        """The loss. The layer is this package's also while a step is recorded, so that its bits are the same."""
+        x, weight, bias = call.x, call.weight, call.bias
+        if self._plans:
+            layer, loss = self._plans
+            logits = LINEAR.computed(layer, LinearCall(x, weight, bias, None), backend)
+            return _cross_entropy().computed(loss, call.loss_of(logits), backend)  # type: ignore[no-any-return]
+        inner = call.loss_of(linear(x, weight, bias, backend=backend))
+        if self._plans is not None:
+            prepared = LINEAR.prepare(x, weight, bias)
+            copied = any(a is not b for a, b in zip(prepared, (x, weight, bias), strict=False))
+            plans = LINEAR.planned(prepared, backend, 1), _cross_entropy().planned(inner, backend, 1)
+            self._plans = None if copied else plans
+        return _cross_entropy()(inner, backend)  # type: ignore[no-any-return]
+
+
+class OneChunk(ChunkedCrossEntropy):
     """Calls of one layout whose rows fit into one chunk: a linear layer and its loss by compiled kernels of a CPU."""
 
-    computes = True
-
-    def __init__(self, layer: Any, kernels: Any, call: LinearCrossEntropyCall) -> None:
+    def __init__(self, layer: Any, call: LinearCrossEntropyCall) -> None:
         self.layer = layer
-        self.loss = kernels.bound(loss_of(call, call.x.new_empty(*call.x.shape[:-1], len(call.weight))))
+        self.loss = self.inner.of(call.loss_of(call.x.new_empty(*call.x.shape[:-1], len(call.weight))))
 
     def _logits(self, call: LinearCrossEntropyCall) -> CrossEntropyCall:
-        return loss_of(call, self.layer.forward(LinearCall(call.x, call.weight, call.bias, None)).y)
+        return call.loss_of(self.layer.forward(LinearCall(call.x, call.weight, call.bias, None)).y)
 
     def forward_alone(self, call: LinearCrossEntropyCall) -> LinearCrossEntropyResult:
         """The loss."""
@@ -141,6 +150,8 @@ class OneChunk:
         self, call: LinearCrossEntropyCall, result: LinearCrossEntropyResult, grads: Grads, wanted: Wanted
     ) -> tuple[Tensor | None, ...]:
         """dx, dweight and dbias of a second backward pass, which recomputes the logits."""
+        if any(each is not None for each in result[2:]):  # of the registered operator
+            return super().backward(call, result, grads, wanted)
         _, dlogits = self.forward_with_gradient(call)
         self.scale_gradient(dlogits, *grads)
         return self.below(call, dlogits, wanted)
@@ -151,24 +162,16 @@ class OneChunk:
     ) -> tuple[Tensor | None, ...]:
         """The gradients, computed in PyTorch: differentiable once more."""
         with torch.enable_grad():
-            inner = loss_of(call, torch.nn.functional.linear(call.x, call.weight, call.bias))
+            inner = call.loss_of(torch.nn.functional.linear(call.x, call.weight, call.bias))
         (dlogits,) = second_order(inner, CrossEntropyResult(result.loss, None, result.counted), grads, (True,))
         assert dlogits is not None
         return differentiated(inner.logits, (call.x, call.weight, call.bias), dlogits, wanted)
 
 
-def loss_of(call: LinearCrossEntropyCall, logits: Tensor) -> CrossEntropyCall:
-    """The call of `cross_entropy` with these logits."""
-    return CrossEntropyCall(
-        logits, call.targets, call.ignore_index, call.label_smoothing, call.reduction, call.class_weight, call.z_loss,
-        call.softcap,
-    )  # fmt: skip
-
-
 class _Head:
     """The linear layer, and its gradients accumulated over chunks."""
 
-    def __init__(self, kernels: ModuleType, call: LinearCrossEntropyCall, wanted: list[bool]) -> None:
+    def __init__(self, kernels: type[LossKernels], call: LinearCrossEntropyCall, wanted: list[bool]) -> None:
         self.kernels, self.weight = kernels, call.weight.to(call.dtype)
         self.x = call.x.reshape(-1, call.x.shape[-1])
         self.bias = None if call.bias is None else call.bias.to(call.dtype)
@@ -181,7 +184,7 @@ class _Head:
     def all_losses(self, targets: Tensor, scale: Tensor | None = None) -> Tensor:
         """The losses of all rows (M,), chunk by chunk; gradients, times `scale` (M, 1) if given, are accumulated."""
         count = self.x.shape[0]
-        step = rows_at_once(self.weight.shape[0], self.weight.dtype, self.x.device)
+        step = _calls.rows_at_once(self.weight.shape[0], self.weight.dtype, self.x.device)
         buffer = self.logits_buffer(min(step, count))
         chunks = [slice(start, start + step) for start in range(0, max(1, count), step)]
         return torch.cat([self.losses(rows, targets, buffer, scale) for rows in chunks])

@@ -8,20 +8,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_kernels.backends import Bound, Compiled, Machine, contiguous_memory, cpu, memory_of
-from transformer_kernels.ops._operation import Grads, Wanted
-from transformer_kernels.ops.loss._calls import CrossEntropyCall, CrossEntropyResult, RowLoss, weighted_mean
+from transformer_kernels.backends import Machine, contiguous_memory, cpu, memory_of
+from transformer_kernels.ops._kernels import Compiled, Grads, Wanted
+from transformer_kernels.ops.loss._calls import (
+    CrossEntropyCall,
+    CrossEntropyResult,
+    LossKernels,
+    RowLoss,
+    weighted_mean,
+)
 
 ROWS_OF_ONE_BLOCK = 1 << 16
 """How many losses one block of a GPU adds up; a sum over more is worth PyTorch's several launches."""
 
 
-class CrossEntropy(Bound):
-    """Forward and backward by the compiled kernels of one machine, for calls of one layout."""
+class Kernels(LossKernels, Compiled):
+    """Cross-entropy by the compiled kernels of one machine."""
 
-    def __init__(self, machine: Machine, call: CrossEntropyCall) -> None:
-        super().__init__(machine, call.logits)
-        logits, self._reduction = call.logits, call.reduction
+    def __init__(self, call: CrossEntropyCall) -> None:
+        Compiled.__init__(self, call)
+        machine, logits, self._reduction = self.machine, call.logits, call.reduction
         self._on_cpu, self._rows = machine is cpu, call.targets.numel()
         self._classes, self._like_logits = logits.shape[-1], memory_of(logits)
         shapes = tuple(call.targets.shape), (), (2, self._rows)
@@ -99,38 +105,37 @@ class CrossEntropy(Bound):
         self._backward(grads[0], count, call.logits, call.targets, statistics, dlogits, self._weights(call))
         return (dlogits,)
 
-
-class Kernels(Compiled):
-    """Cross-entropy by the compiled kernels of one machine, and what `_chunked` does with a chunk of rows."""
-
-    bound_to = CrossEntropy
-
-    def unsupported(self, call: CrossEntropyCall) -> str | None:
+    @classmethod
+    def unsupported(cls, call: CrossEntropyCall) -> str | None:
         """Why the kernels do not take the call; None if they do."""
         return call.beyond_classes()
 
-    def row_losses(self, logits: Tensor, targets: Tensor, options: RowLoss) -> Tensor:
+    @classmethod
+    def row_losses(cls, logits: Tensor, targets: Tensor, options: RowLoss) -> Tensor:
         """The loss of each row; logits (M, V) with any distance between rows, targets (M,)."""
         statistics = logits.new_empty(2, targets.numel(), dtype=torch.float32)
-        return self._row_losses(logits, targets, options, statistics, None)
+        return cls._row_losses(logits, targets, options, statistics, None)
 
-    def row_losses_and_gradient(self, logits: Tensor, targets: Tensor, options: RowLoss) -> tuple[Tensor, Tensor]:
+    @classmethod
+    def row_losses_and_gradient(cls, logits: Tensor, targets: Tensor, options: RowLoss) -> tuple[Tensor, Tensor]:
         """`row_losses`, and the gradient of their sum, which is written over the logits."""
-        return self._row_losses(logits, targets, options, None, logits), logits
+        return cls._row_losses(logits, targets, options, None, logits), logits
 
+    @classmethod
     def _row_losses(
-        self, logits: Tensor, targets: Tensor, options: RowLoss, statistics: Tensor | None, dlogits: Tensor | None
+        cls, logits: Tensor, targets: Tensor, options: RowLoss, statistics: Tensor | None, dlogits: Tensor | None
     ) -> Tensor:
         losses = torch.empty_like(targets, dtype=torch.float32)
-        kernel = _losses(self.machine, logits, targets.numel(), logits.stride(0), options)
+        kernel = _losses(cls.machine, logits, targets.numel(), logits.stride(0), options)
         kernel(logits, targets, losses, statistics, dlogits, None, options.weights)
         return losses
 
+    @classmethod
     def reduced(
-        self, losses: Tensor, targets: Tensor, ignore_index: int, reduction: str, weights: Tensor | None = None
+        cls, losses: Tensor, targets: Tensor, ignore_index: int, reduction: str, weights: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """The sum or mean of the losses, and what the mean is over."""
-        kernel = _sum(self.machine, losses.device, losses.numel(), ignore_index)
+        kernel = _sum(cls.machine, losses.device, losses.numel(), ignore_index)
         return _reduced(kernel, losses, targets, ignore_index, reduction, weights)
 
 

@@ -7,9 +7,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from transformer_kernels.ops._operation import Grads, Wanted
+from transformer_kernels.ops._kernels import Grads, Wanted
 from transformer_kernels.ops._softcap import cap, cap_slope
-from transformer_kernels.ops.loss._calls import CrossEntropyCall, CrossEntropyResult, RowLoss, weighted_mean
+from transformer_kernels.ops.loss._calls import (
+    CrossEntropyCall,
+    CrossEntropyResult,
+    LossKernels,
+    RowLoss,
+    weighted_mean,
+)
 
 aten = torch.ops.aten
 
@@ -17,35 +23,75 @@ ELEMENTS_AT_ONCE = 1 << 18  # CPU: a chunk of logits and its log-probabilities f
 NO_REDUCTION = 0  # of aten.nll_loss_forward
 
 
-def forward(call: CrossEntropyCall) -> CrossEntropyResult:
-    """(loss, None, denominator of a mean); no statistics, backward recomputes softmax."""
-    logits, targets, classes, options = call.logits, call.targets, call.logits.shape[-1], call.row_loss()
-    losses = row_losses(logits.view(-1, classes), _rows_of(targets, classes), options)
-    if call.reduction == "none":
-        return CrossEntropyResult(losses.view(logits.shape[:-1]), None, None)
-    if targets.is_floating_point() and call.reduction == "mean":
-        return CrossEntropyResult(losses.mean(), None, losses.new_tensor(float(losses.numel())))
-    loss, count = reduced(losses, targets, call.ignore_index, call.reduction, options.weights)
-    return CrossEntropyResult(loss, None, count)
+class Kernels(LossKernels):
+    """Cross-entropy through PyTorch's kernels."""
 
+    def forward(self, call: CrossEntropyCall) -> CrossEntropyResult:
+        """(loss, None, denominator of a mean); no statistics, backward recomputes softmax."""
+        logits, targets, classes, options = call.logits, call.targets, call.logits.shape[-1], call.row_loss()
+        losses = self.row_losses(logits.view(-1, classes), _rows_of(targets, classes), options)
+        if call.reduction == "none":
+            return CrossEntropyResult(losses.view(logits.shape[:-1]), None, None)
+        if targets.is_floating_point() and call.reduction == "mean":
+            return CrossEntropyResult(losses.mean(), None, losses.new_tensor(float(losses.numel())))
+        loss, count = self.reduced(losses, targets, call.ignore_index, call.reduction, options.weights)
+        return CrossEntropyResult(loss, None, count)
 
-def backward(call: CrossEntropyCall, result: CrossEntropyResult, grads: Grads, wanted: Wanted) -> tuple[Tensor]:
-    """dloss * (softmax - smoothed target), divided by the denominator of a mean."""
-    (dloss,), logits, count, options = grads, call.logits, result.counted, call.row_loss()
-    dlogits = torch.empty_like(logits)
-    classes = logits.shape[-1]
-    scales = dloss if count is None or call.reduction != "mean" else dloss / count
-    scales = scales.expand(logits.shape[:-1]).reshape(-1)
-    if not call.targets.is_floating_point():
-        scales = scales.masked_fill(call.targets.view(-1) == call.ignore_index, 0.0)
-    every = (logits.view(-1, classes), _rows_of(call.targets, classes), scales, dlogits.view(-1, classes))
-    for chunk, target, scale, out in _chunks(*every):
-        if _is_plain(options, target):
-            p = torch.softmax(chunk, dim=-1, dtype=scale.dtype)
-            _write_gradient(p, target, scale, options.ignore_index, options.label_smoothing, out)
-        else:
-            torch.mul(_gradient(_terms(options, chunk, target), options), scale.unsqueeze(1), out=out)
-    return (dlogits,)
+    def backward(
+        self, call: CrossEntropyCall, result: CrossEntropyResult, grads: Grads, wanted: Wanted
+    ) -> tuple[Tensor]:
+        """dloss * (softmax - smoothed target), divided by the denominator of a mean."""
+        (dloss,), logits, count, options = grads, call.logits, result.counted, call.row_loss()
+        dlogits = torch.empty_like(logits)
+        classes = logits.shape[-1]
+        scales = dloss if count is None or call.reduction != "mean" else dloss / count
+        scales = scales.expand(logits.shape[:-1]).reshape(-1)
+        if not call.targets.is_floating_point():
+            scales = scales.masked_fill(call.targets.view(-1) == call.ignore_index, 0.0)
+        every = (logits.view(-1, classes), _rows_of(call.targets, classes), scales, dlogits.view(-1, classes))
+        for chunk, target, scale, out in _chunks(*every):
+            if _is_plain(options, target):
+                p = torch.softmax(chunk, dim=-1, dtype=scale.dtype)
+                _write_gradient(p, target, scale, options.ignore_index, options.label_smoothing, out)
+            else:
+                torch.mul(_gradient(_terms(options, chunk, target), options), scale.unsqueeze(1), out=out)
+        return (dlogits,)
+
+    @classmethod
+    def row_losses(cls, logits: Tensor, targets: Tensor, options: RowLoss) -> Tensor:
+        """The loss of each row, (M, V), (M,) or probabilities (M, V) -> (M,)."""
+        if _is_plain(options, targets):
+            plain = options.ignore_index, options.label_smoothing
+            return _joined([_losses(_log_softmax(chunk), target, *plain) for chunk, target in _chunks(logits, targets)])
+        chunks = _chunks(logits, targets)
+        return _joined([_losses_of(_terms(options, chunk, target), options) for chunk, target in chunks])
+
+    @classmethod
+    def row_losses_and_gradient(cls, logits: Tensor, targets: Tensor, options: RowLoss) -> tuple[Tensor, Tensor]:
+        """`row_losses`, and the gradient of their sum, which overwrites the logits."""
+        losses = []
+        for chunk, target in _chunks(logits, targets):
+            if _is_plain(options, targets):
+                log_p, plain = _log_softmax(chunk), (options.ignore_index, options.label_smoothing)
+                losses.append(_losses(log_p, target, *plain))
+                _write_gradient(log_p.exp_(), target, torch.ones_like(losses[-1]), *plain, chunk)
+            else:
+                terms = _terms(options, chunk, target)
+                losses.append(_losses_of(terms, options))
+                chunk.copy_(_gradient(terms, options))
+        return _joined(losses), logits
+
+    @classmethod
+    def reduced(
+        cls, losses: Tensor, targets: Tensor, ignore_index: int, reduction: str, weights: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The sum or mean of the losses, and the denominator of the mean."""
+        if reduction == "sum":
+            return losses.sum(), None
+        if weights is not None:
+            return weighted_mean(losses, targets, ignore_index, weights)
+        count = targets.ne(ignore_index).sum().to(losses.dtype)
+        return losses.sum() / count, count
 
 
 class _Terms(NamedTuple):
@@ -101,42 +147,6 @@ def _gradient(terms: _Terms, options: RowLoss) -> Tensor:
     if options.softcap is not None:
         gradient.mul_(cap_slope(scores, options.softcap))
     return gradient.masked_fill_(ignored, 0.0)
-
-
-def row_losses(logits: Tensor, targets: Tensor, options: RowLoss) -> Tensor:
-    """The loss of each row, (M, V), (M,) or probabilities (M, V) -> (M,)."""
-    if _is_plain(options, targets):
-        plain = options.ignore_index, options.label_smoothing
-        return _joined([_losses(_log_softmax(chunk), target, *plain) for chunk, target in _chunks(logits, targets)])
-    chunks = _chunks(logits, targets)
-    return _joined([_losses_of(_terms(options, chunk, target), options) for chunk, target in chunks])
-
-
-def row_losses_and_gradient(logits: Tensor, targets: Tensor, options: RowLoss) -> tuple[Tensor, Tensor]:
-    """`row_losses`, and the gradient of their sum, which overwrites the logits."""
-    losses = []
-    for chunk, target in _chunks(logits, targets):
-        if _is_plain(options, targets):
-            log_p, plain = _log_softmax(chunk), (options.ignore_index, options.label_smoothing)
-            losses.append(_losses(log_p, target, *plain))
-            _write_gradient(log_p.exp_(), target, torch.ones_like(losses[-1]), *plain, chunk)
-        else:
-            terms = _terms(options, chunk, target)
-            losses.append(_losses_of(terms, options))
-            chunk.copy_(_gradient(terms, options))
-    return _joined(losses), logits
-
-
-def reduced(
-    losses: Tensor, targets: Tensor, ignore_index: int, reduction: str, weights: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """The sum or mean of the losses, and the denominator of the mean."""
-    if reduction == "sum":
-        return losses.sum(), None
-    if weights is not None:
-        return weighted_mean(losses, targets, ignore_index, weights)
-    count = targets.ne(ignore_index).sum().to(losses.dtype)
-    return losses.sum() / count, count
 
 
 def _chunks(logits: Tensor, *others: Tensor) -> zip:  # type: ignore[type-arg]

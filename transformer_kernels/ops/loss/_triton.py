@@ -17,8 +17,14 @@ from torch import Tensor
 from transformer_kernels.backends import triton as _triton
 from transformer_kernels.backends.triton_language import LOG2_E, from_fp32, tanh, to_fp32
 from transformer_kernels.backends.triton_tiles import RowTile, Tiles, column_blocks, whole_rows
-from transformer_kernels.ops._operation import Grads, Wanted
-from transformer_kernels.ops.loss._calls import CrossEntropyCall, CrossEntropyResult, RowLoss, weighted_mean
+from transformer_kernels.ops._kernels import Grads, Wanted
+from transformer_kernels.ops.loss._calls import (
+    CrossEntropyCall,
+    CrossEntropyResult,
+    LossKernels,
+    RowLoss,
+    weighted_mean,
+)
 
 FORWARD = Tiles("cross_entropy forward", whole_rows, widest=16384, narrowest=16)
 BACKWARD = Tiles("cross_entropy backward", column_blocks, widest=256, narrowest=16)
@@ -276,27 +282,60 @@ def sum_losses_kernel(losses, targets, loss, count, M, ignore_index, MEAN: tl.co
     tl.store(loss, result)
 
 
-unsupported = CrossEntropyCall.beyond_classes
+class Kernels(LossKernels):
+    """Cross-entropy by Triton."""
 
+    @classmethod
+    def unsupported(cls, call: CrossEntropyCall) -> str | None:
+        """Why the kernels do not support the call; None if they do."""
+        return call.beyond_classes()
 
-def forward(call: CrossEntropyCall) -> CrossEntropyResult:
-    """The loss, (maximum, 1 / sum of exponentials) per row as (2, M), and the denominator of a mean."""
-    logits, targets, options = call.logits, call.targets, call.row_loss()
-    losses, statistics = _rows(logits.view(-1, logits.shape[-1]), targets, options)
-    if call.reduction == "none":
-        return CrossEntropyResult(losses, statistics, None)
-    loss, count = reduced(losses, targets, call.ignore_index, call.reduction, options.weights)
-    return CrossEntropyResult(loss, statistics, count)
+    def forward(self, call: CrossEntropyCall) -> CrossEntropyResult:
+        """The loss, (maximum, 1 / sum of exponentials) per row as (2, M), and the denominator of a mean."""
+        logits, targets, options = call.logits, call.targets, call.row_loss()
+        losses, statistics = _rows(logits.view(-1, logits.shape[-1]), targets, options)
+        if call.reduction == "none":
+            return CrossEntropyResult(losses, statistics, None)
+        loss, count = self.reduced(losses, targets, call.ignore_index, call.reduction, options.weights)
+        return CrossEntropyResult(loss, statistics, count)
 
+    @classmethod
+    def row_losses(cls, logits: Tensor, targets: Tensor, options: RowLoss) -> Tensor:
+        """The loss of each row; logits (M, V) with any row stride, targets (M,)."""
+        return _rows(logits, targets, options)[0]
 
-def row_losses(logits: Tensor, targets: Tensor, options: RowLoss) -> Tensor:
-    """The loss of each row; logits (M, V) with any row stride, targets (M,)."""
-    return _rows(logits, targets, options)[0]
+    @classmethod
+    def row_losses_and_gradient(cls, logits: Tensor, targets: Tensor, options: RowLoss) -> tuple[Tensor, Tensor]:
+        """`row_losses`, and the gradient of their sum, which overwrites the logits."""
+        return _rows(logits, targets, options, in_place=True)[0], logits
 
+    @classmethod
+    def reduced(
+        cls, losses: Tensor, targets: Tensor, ignore_index: int, reduction: str, weights: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The sum or mean of the losses, and the denominator of the mean."""
+        if weights is not None and reduction == "mean":
+            return weighted_mean(losses, targets, ignore_index, weights)
+        mean, rows = reduction == "mean", losses.numel()
+        if rows > ROWS_OF_ONE_PROGRAM:
+            count = targets.ne(ignore_index).sum().float() if mean else None
+            return losses.sum() if count is None else losses.sum() / count, count
+        loss, count = (torch.empty((), dtype=torch.float32, device=losses.device) for _ in range(2))
+        _sum_launch(rows, ignore_index, mean)(losses, targets, loss, count)
+        return loss, count if mean else None
 
-def row_losses_and_gradient(logits: Tensor, targets: Tensor, options: RowLoss) -> tuple[Tensor, Tensor]:
-    """`row_losses`, and the gradient of their sum, which overwrites the logits."""
-    return _rows(logits, targets, options, in_place=True)[0], logits
+    def backward(
+        self, call: CrossEntropyCall, result: CrossEntropyResult, grads: Grads, wanted: Wanted
+    ) -> tuple[Tensor]:
+        """dloss * (softmax - smoothed target), divided by the denominator of a mean."""
+        (dloss,), logits, targets = grads, call.logits, call.targets
+        reduction, options = call.reduction, call.row_loss()
+        _, statistics, count = result
+        tile, M, N = BACKWARD.of_rows(logits)
+        dlogits = torch.empty_like(logits)
+        launch = _backward_launch(tile, M, N, logits.element_size(), _numbers(options), reduction)
+        launch(dloss, logits, targets, options.weights, statistics, count, dlogits)
+        return (dlogits,)
 
 
 Numbers = tuple[int, float, float | None, float | None]
@@ -331,39 +370,12 @@ def _forward_launch(
     return _triton.Launch(cross_entropy_forward_kernel, grid, numbers, constants, tile.num_warps)
 
 
-def reduced(
-    losses: Tensor, targets: Tensor, ignore_index: int, reduction: str, weights: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """The sum or mean of the losses, and the denominator of the mean."""
-    if weights is not None and reduction == "mean":
-        return weighted_mean(losses, targets, ignore_index, weights)
-    mean, rows = reduction == "mean", losses.numel()
-    if rows > ROWS_OF_ONE_PROGRAM:
-        count = targets.ne(ignore_index).sum().float() if mean else None
-        return losses.sum() if count is None else losses.sum() / count, count
-    loss, count = (torch.empty((), dtype=torch.float32, device=losses.device) for _ in range(2))
-    _sum_launch(rows, ignore_index, mean)(losses, targets, loss, count)
-    return loss, count if mean else None
-
-
 @_triton.planned
 def _sum_launch(rows: int, ignore_index: int, mean: bool) -> _triton.Launch:
     constants = (mean, REDUCTION.columns)
     return _triton.Launch(
         sum_losses_kernel, (1,), (rows, ignore_index), constants, REDUCTION.num_warps, REDUCTION.num_stages
     )
-
-
-def backward(call: CrossEntropyCall, result: CrossEntropyResult, grads: Grads, wanted: Wanted) -> tuple[Tensor]:
-    """dloss * (softmax - smoothed target), divided by the denominator of a mean."""
-    (dloss,), logits, targets = grads, call.logits, call.targets
-    reduction, options = call.reduction, call.row_loss()
-    _, statistics, count = result
-    tile, M, N = BACKWARD.of_rows(logits)
-    dlogits = torch.empty_like(logits)
-    launch = _backward_launch(tile, M, N, logits.element_size(), _numbers(options), reduction)
-    launch(dloss, logits, targets, options.weights, statistics, count, dlogits)
-    return (dlogits,)
 
 
 @_triton.planned

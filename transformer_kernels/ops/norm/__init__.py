@@ -12,9 +12,11 @@ from torch import Tensor
 
 from transformer_kernels.ops import _checks, _operation
 from transformer_kernels.ops._crossovers import Native
-from transformer_kernels.ops._dropout import draw_seed
+from transformer_kernels.ops._dropout import draw_seed, drop, keep_scale
+from transformer_kernels.ops._kernels import Grads, Wanted, record
 
 
+@record
 class NormCall(NamedTuple):
     """The rows are those of s = dropout(x) + residual, or of x without a residual. All tensors are contiguous.
 
@@ -30,6 +32,50 @@ class NormCall(NamedTuple):
     eps: float
     dropout_p: float
     centred: bool
+
+    def fake(self) -> NormResult:
+        x = self.x
+        rstd = x.new_empty((math.prod(x.shape[:-1]),), dtype=torch.promote_types(x.dtype, torch.float32))
+        summed = None if self.residual is None else torch.empty_like(x)
+        return NormResult(torch.empty_like(x), summed, torch.empty_like(rstd) if self.centred else None, rstd)
+
+    def drops(self) -> bool:
+        return self.residual is not None
+
+    def native(self) -> Native | None:
+        """PyTorch's norm, after its addition."""
+        if self.seed is not None:
+            return None
+        shape, elements = self.weight.shape, self.x.numel()
+        if self.residual is not None:
+            name, function = ("add_layer_norm", _add_layer_norm) if self.centred else ("add_rms_norm", _add_rms_norm)
+            return Native(name, elements, partial(function, shape))
+        if self.centred:
+            norm = torch.layer_norm
+            return Native("layer_norm", elements, lambda x, weight, bias, eps: norm(x, shape, weight, bias, eps))
+        return Native("rms_norm", elements, lambda x, weight, eps: torch.rms_norm(x, shape, weight, eps))
+
+    def second_order(self, result: NormResult, grads: Grads, wanted: Wanted) -> tuple[Tensor | None, ...]:
+        """The gradients of the normalised rows, and behind an addition those of x and residual."""
+        rows = rows_of(self, result)
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        with torch.enable_grad():
+            x, weight = rows.to(wide), self.weight.to(wide)
+            if self.centred:
+                bias = None if self.bias is None else self.bias.to(wide)
+                y = torch.nn.functional.layer_norm(x, weight.shape, weight, bias, self.eps)
+            else:
+                y = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self.eps) * weight
+        dy, *others = grads
+        asked = (wanted[0] or wanted[1], False, *wanted[2:])
+        drows, _, dweight, dbias = _operation.differentiated(y, (rows, None, self.weight, self.bias), dy, asked)
+        if drows is not None and others and others[0] is not None:
+            drows = drows + others[0]
+        dx = drows
+        if drows is not None and self.seed is not None:
+            kept = drop(_checks.as_rows(torch.ones_like(rows)), self.seed, self.dropout_p, scale=1.0)
+            dx = drows * kept.view(rows.shape) * keep_scale(self.dropout_p)
+        return dx, drows, dweight, dbias
 
 
 class NormResult(NamedTuple):
@@ -242,35 +288,6 @@ def _validated(
     return NormCall(x.contiguous(), residual, weight.contiguous(), bias, seed, float(eps), dropout_p, centred)
 
 
-def _second_order(
-    call: NormCall, result: NormResult, grads: tuple[Tensor, ...], wanted: tuple[bool, ...]
-) -> tuple[Tensor | None, ...]:
-    wide = torch.promote_types(call.x.dtype, torch.float32)
-    with torch.enable_grad():
-        x, weight = call.x.to(wide), call.weight.to(wide)
-        if call.centred:
-            bias = None if call.bias is None else call.bias.to(wide)
-            y = torch.nn.functional.layer_norm(x, weight.shape, weight, bias, call.eps)
-        else:
-            y = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + call.eps) * weight
-    return _operation.differentiated(y, (call.x, None, call.weight, call.bias), grads[0], wanted)
-
-
-def _native(call: NormCall) -> Native | None:
-    x, shape = call.x, call.weight.shape
-    if call.seed is not None:
-        return None
-    added, elements = call.residual is not None, x.numel()
-    if call.centred:
-        norm = torch.layer_norm
-        if not added:
-            return Native("layer_norm", elements, lambda x, weight, bias, eps: norm(x, shape, weight, bias, eps))
-        return Native("add_layer_norm", elements, partial(_add_layer_norm, shape))
-    if not added:
-        return Native("rms_norm", elements, lambda x, weight, eps: torch.rms_norm(x, shape, weight, eps))
-    return Native("add_rms_norm", elements, partial(_add_rms_norm, shape))
-
-
 def _add_layer_norm(
     shape: torch.Size, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
@@ -285,34 +302,22 @@ def _add_rms_norm(
     return torch.rms_norm(summed, shape, weight, eps), summed
 
 
-def _fake(call: NormCall) -> NormResult:
-    x = call.x
-    rstd = x.new_empty((math.prod(x.shape[:-1]),), dtype=torch.promote_types(x.dtype, torch.float32))
-    summed = None if call.residual is None else torch.empty_like(x)
-    return NormResult(torch.empty_like(x), summed, torch.empty_like(rstd) if call.centred else None, rstd)
-
-
-def _operation_of(op: str, prepare: Callable[..., NormCall], *, centred: bool, added: bool) -> _operation.Operation:
+def _operation_of(op: str, prepare: Callable[..., NormCall], centred: bool, public: int) -> _operation.Operation:
     statistics = ("mean", "rstd") if centred else ("rstd",)
     return _operation.Operation(
         op,
         NormCall,
-        prepare=partial(prepare, op, centred) if centred else partial(prepare, op, centred, bias=None),
-        options="eps dropout_p" if added else "eps",
+        partial(prepare, op, True) if centred else partial(prepare, op, False, bias=None),
         kernels="norm",
         result=NormResult,
-        public=2 if added else 1,
-        fake=_fake,
+        public=public,
         differentiable=("x", "residual", "weight", "bias"),
-        dropped=("x", "residual") if added else (),
-        kept=("summed", *statistics) if added else statistics,
-        like={"x": "summed", "residual": "summed"} if added else None,
-        second_order=None if added else _second_order,
-        native=_native,
+        dropped={"x": "summed", "residual": "summed"},
+        kept=("summed", *statistics) if public > 1 else statistics,
     )
 
 
-LAYER_NORM = _operation_of("layer_norm", _prepare, centred=True, added=False)
-RMS_NORM = _operation_of("rms_norm", _prepare, centred=False, added=False)
-ADD_LAYER_NORM = _operation_of("add_layer_norm", _prepare_added, centred=True, added=True)
-ADD_RMS_NORM = _operation_of("add_rms_norm", _prepare_added, centred=False, added=True)
+LAYER_NORM = _operation_of("layer_norm", _prepare, True, 1)
+RMS_NORM = _operation_of("rms_norm", _prepare, False, 1)
+ADD_LAYER_NORM = _operation_of("add_layer_norm", _prepare_added, True, 2)
+ADD_RMS_NORM = _operation_of("add_rms_norm", _prepare_added, False, 2)

@@ -8,16 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_kernels.backends import Bound, Compiled, Machine, contiguous_memory, cpu, in_dtype_of, memory_of
-from transformer_kernels.ops._operation import Grads, Wanted
+from transformer_kernels.backends import contiguous_memory, cpu, in_dtype_of, memory_of
+from transformer_kernels.ops._kernels import Compiled, Grads, Wanted
 from transformer_kernels.ops.norm import NormCall, NormResult, rows_of
 
 
-class Norm(Bound):
-    """Forward and backward by the compiled kernels of one machine, for calls of one layout."""
+class Kernels(Compiled):
+    """Norms by the compiled kernels of one machine."""
 
-    def __init__(self, machine: Machine, call: NormCall) -> None:
-        super().__init__(machine, call.x)
+    def __init__(self, call: NormCall) -> None:
+        super().__init__(call)
+        machine = self.machine
         x, residual, weight, bias, _, self._eps, self._dropout_p, self._centred = call
         self._added, self._columns = residual is not None, x.shape[-1]
         self._rows = x.numel() // self._columns
@@ -103,9 +104,3 @@ class Norm(Bound):
             dx, dresidual, dweight, dbias, None if machine is cpu else self._partials(x)[0],
         )  # fmt: skip
         return dresidual if dx is None else dx, dresidual, in_dtype_of(weight, dweight), in_dtype_of(bias, dbias)
-
-
-class Kernels(Compiled):
-    """Norms by the compiled kernels of one machine."""
-
-    bound_to = Norm

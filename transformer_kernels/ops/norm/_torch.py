@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from transformer_kernels.ops import _checks
+from transformer_kernels.ops import _checks, _kernels
 from transformer_kernels.ops._dropout import drop, keep_scale
-from transformer_kernels.ops._operation import Grads, Wanted
+from transformer_kernels.ops._kernels import Grads, Wanted
 from transformer_kernels.ops.norm import Gradients, NormCall, NormResult, rows_of
 
 aten = torch.ops.aten
@@ -15,26 +15,28 @@ aten = torch.ops.aten
 _ONE_DTYPE = (torch.float32,)
 
 
-def forward(call: NormCall) -> NormResult:
-    """y, the sum if any, and the statistics per row."""
-    summed = None if call.residual is None else _summed(call, call.residual)
-    y, mean, rstd = normalised(
-        call.x if summed is None else summed, call.weight, call.bias, call.eps, centred=call.centred
-    )
-    return NormResult(y, summed, mean, rstd)
+class Kernels(_kernels.Kernels):
+    """Norms through PyTorch's kernels."""
 
+    def forward(self, call: NormCall) -> NormResult:
+        """y, the sum if any, and the statistics per row."""
+        summed = None if call.residual is None else _summed(call, call.residual)
+        y, mean, rstd = normalised(
+            call.x if summed is None else summed, call.weight, call.bias, call.eps, centred=call.centred
+        )
+        return NormResult(y, summed, mean, rstd)
 
-def backward(call: NormCall, result: NormResult, grads: Grads, wanted: Wanted) -> Gradients:
-    """dx (dresidual itself without dropout), dresidual, dweight, dbias."""
-    dy, *others = grads
-    x, has_bias = rows_of(call, result), call.bias is not None
-    dresidual, dweight, dbias = gradients(dy, x, call.weight, has_bias, result.mean, result.rstd)
-    if others and others[0] is not None:
-        dresidual = dresidual.add_(others[0])
-    if call.seed is None:
-        return dresidual, dresidual, dweight, dbias
-    dx = drop(_rows(dresidual), call.seed, call.dropout_p, scale=keep_scale(call.dropout_p))
-    return dx.view(x.shape), dresidual, dweight, dbias
+    def backward(self, call: NormCall, result: NormResult, grads: Grads, wanted: Wanted) -> Gradients:
+        """dx (dresidual itself without dropout), dresidual, dweight, dbias."""
+        dy, *others = grads
+        x, has_bias = rows_of(call, result), call.bias is not None
+        dresidual, dweight, dbias = gradients(dy, x, call.weight, has_bias, result.mean, result.rstd)
+        if others and others[0] is not None:
+            dresidual = dresidual.add_(others[0])
+        if call.seed is None:
+            return dresidual, dresidual, dweight, dbias
+        dx = drop(_rows(dresidual), call.seed, call.dropout_p, scale=keep_scale(call.dropout_p))
+        return dx.view(x.shape), dresidual, dweight, dbias
 
 
 def normalised(

@@ -12,8 +12,9 @@ from transformer_kernels.backends import triton as _triton
 from transformer_kernels.backends.triton_language import from_fp32, keep_by_column, round_to, to_fp32
 from transformer_kernels.backends.triton_reduce import sum_partials
 from transformer_kernels.backends.triton_tiles import RowTile, Tiles, persistent_rows, whole_rows
+from transformer_kernels.ops import _kernels
 from transformer_kernels.ops._dropout import keep_scale, keep_threshold
-from transformer_kernels.ops._operation import Grads, Wanted
+from transformer_kernels.ops._kernels import Grads, Wanted
 from transformer_kernels.ops.norm import Gradients, NormCall, NormResult, rows_of
 
 FORWARD = Tiles("layer_norm forward", whole_rows, widest=16384)
@@ -285,40 +286,42 @@ def layer_norm_backward_columns_kernel(
     store_sums(partials, share, shares, columns, N, dweight_sum, dbias_sum, HAS_BIAS)
 
 
-def forward(call: NormCall) -> NormResult:
-    """y, the sum if any, and fp32 statistics per row."""
-    x = call.x
-    tile, M, N = FORWARD.of_rows(x)
-    y = torch.empty_like(x)
-    summed = None if call.residual is None else torch.empty_like(x)
-    mean = torch.empty(M, dtype=torch.float32, device=x.device) if call.centred else None
-    # separate buffers: the alignment of half a buffer, and so the compiled variant, would depend on M
-    rstd = torch.empty(M, dtype=torch.float32, device=x.device)
-    launch = _forward_launch(tile, M, N, x.element_size(), call.eps, call.dropout_p)
-    launch(x, call.residual, call.seed, call.weight, call.bias, y, summed, mean, rstd)
-    return NormResult(y, summed, mean, rstd)
+class Kernels(_kernels.Kernels):
+    """Norms by Triton."""
 
+    def forward(self, call: NormCall) -> NormResult:
+        """y, the sum if any, and fp32 statistics per row."""
+        x = call.x
+        tile, M, N = FORWARD.of_rows(x)
+        y = torch.empty_like(x)
+        summed = None if call.residual is None else torch.empty_like(x)
+        mean = torch.empty(M, dtype=torch.float32, device=x.device) if call.centred else None
+        # separate buffers: the alignment of half a buffer, and so the compiled variant, would depend on M
+        rstd = torch.empty(M, dtype=torch.float32, device=x.device)
+        launch = _forward_launch(tile, M, N, x.element_size(), call.eps, call.dropout_p)
+        launch(x, call.residual, call.seed, call.weight, call.bias, y, summed, mean, rstd)
+        return NormResult(y, summed, mean, rstd)
 
-def backward(call: NormCall, result: NormResult, grads: Grads, wanted: Wanted) -> Gradients:
-    """dx (dresidual itself without dropout), dresidual, dweight, dbias."""
-    dy, *others = grads
-    dsummed = others[0] if others else None
-    x, weight, seed = rows_of(call, result), call.weight, call.seed
-    tile, M, N = BACKWARD.of_rows(x)
-    dresidual = torch.empty_like(x)
-    dx = None if seed is None else torch.empty_like(x)
-    has_bias = call.bias is not None
-    multiprocessors = _triton.multiprocessors(x.device)
-    programs, launches = _plan(tile, M, N, x.element_size(), call.dropout_p, has_bias, multiprocessors)
-    partials = torch.empty((1 + has_bias, programs, N), dtype=torch.float32, device=x.device)
-    pointers = (dy, dsummed, x, seed, weight, result.mean, result.rstd, dx, dresidual)
-    if len(launches) == 1:
-        launches[0](*pointers, partials)
-    else:
-        launches[0](*pointers)
-        launches[1](dy, x, result.mean, result.rstd, partials)
-    sums = sum_partials(partials, weight.dtype)
-    return dresidual if dx is None else dx, dresidual, sums[0], sums[1] if has_bias else None
+    def backward(self, call: NormCall, result: NormResult, grads: Grads, wanted: Wanted) -> Gradients:
+        """dx (dresidual itself without dropout), dresidual, dweight, dbias."""
+        dy, *others = grads
+        dsummed = others[0] if others else None
+        x, weight, seed = rows_of(call, result), call.weight, call.seed
+        tile, M, N = BACKWARD.of_rows(x)
+        dresidual = torch.empty_like(x)
+        dx = None if seed is None else torch.empty_like(x)
+        has_bias = call.bias is not None
+        multiprocessors = _triton.multiprocessors(x.device)
+        programs, launches = _plan(tile, M, N, x.element_size(), call.dropout_p, has_bias, multiprocessors)
+        partials = torch.empty((1 + has_bias, programs, N), dtype=torch.float32, device=x.device)
+        pointers = (dy, dsummed, x, seed, weight, result.mean, result.rstd, dx, dresidual)
+        if len(launches) == 1:
+            launches[0](*pointers, partials)
+        else:
+            launches[0](*pointers)
+            launches[1](dy, x, result.mean, result.rstd, partials)
+        sums = sum_partials(partials, weight.dtype)
+        return dresidual if dx is None else dx, dresidual, sums[0], sums[1] if has_bias else None
 
 
 @_triton.planned

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from transformer_kernels.ops import _checks, _operation
-from transformer_kernels.ops._operation import Grads, Wanted
+from transformer_kernels.ops._kernels import Grads, Kernels, Wanted, record
 from transformer_kernels.ops.attention.scores import last_axis_contiguous
 
 OP = "rotary"
 
 
+@record
 class RotaryCall(NamedTuple):
     """q and k with contiguous last axes, cos and sin contiguous (1 or B, L, R / 2)."""
 
@@ -22,6 +23,12 @@ class RotaryCall(NamedTuple):
     cos: Tensor
     sin: Tensor
     interleaved: bool
+
+    def fake(self) -> RotaryResult:
+        return RotaryResult(self.q.new_empty(self.q.shape), self.k.new_empty(self.k.shape))
+
+    def is_empty(self) -> bool:
+        return not (self.q.numel() and self.k.numel())
 
 
 class RotaryResult(NamedTuple):
@@ -43,31 +50,27 @@ class Heads(NamedTuple):
         return Heads(q, k)  # type: ignore[arg-type]
 
     def strides(self) -> tuple[int, ...]:
-        """Those of batch, head and row of q and of k."""
+        """Strides (batch, head, row) of q and k."""
         return (*self.q.stride()[:3], *((0, 0, 0) if self.k is None else self.k.stride()[:3]))
 
 
-class Rotate(Protocol):
-    """Rotate heads by the angles of the call, or by their negatives, into `out`, which may be the same heads."""
+class RotaryKernels(Kernels):
+    """Forward and backward of a backend, on its `rotate`."""
 
-    def __call__(self, call: RotaryCall, heads: Heads, out: Heads, *, inverse: bool) -> None: ...
-
-
-class Rotation:
-    """Forward and backward of a backend that has a `rotate`."""
-
-    def __init__(self, kernels: Any) -> None:
-        self._rotate: Rotate = kernels.rotate
+    @classmethod
+    def rotate(cls, call: RotaryCall, heads: Heads, out: Heads, *, inverse: bool) -> None:
+        """Rotate heads by the angles of the call, or by their negatives, into `out`, which may be the same heads."""
+        raise NotImplementedError
 
     def forward(self, call: RotaryCall) -> RotaryResult:
         return RotaryResult(*self._rotated(call, Heads(call.q, call.k), inverse=False))
 
-    def backward(self, call: RotaryCall, result: RotaryResult, grads: Grads, wanted: Wanted) -> Heads:
+    def backward(self, call: RotaryCall, result: RotaryResult, grads: Grads, wanted: Wanted) -> Any:
         return self._rotated(call, Heads(*grads), inverse=True)
 
     def _rotated(self, call: RotaryCall, heads: Heads, *, inverse: bool) -> Any:
         out = heads.empty()
-        self._rotate(call, heads, out, inverse=inverse)
+        self.rotate(call, heads, out, inverse=inverse)
         return out
 
 
@@ -101,7 +104,7 @@ def rotary(
 
     Su et al., "RoFormer: enhanced transformer with rotary position embedding", 2021, equation 34.
     """
-    return OPERATION.run(backend, q, k, cos, sin, interleaved=interleaved)
+    return OPERATION.run(backend, q, k, cos, sin, interleaved)
 
 
 def prepare(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> RotaryCall:
@@ -153,14 +156,10 @@ def _check_table(op: str, name: str, table: Tensor, q: Tensor) -> None:
 OPERATION = _operation.Operation(
     OP,
     RotaryCall,
-    prepare=prepare,
+    prepare,
     result=RotaryResult,
     public=2,
-    fake=lambda call: RotaryResult(call.q.new_empty(call.q.shape), call.k.new_empty(call.k.shape)),
     differentiable=("q", "k"),
-    dropped=("q", "k"),
+    dropped={"q": "q", "k": "k"},
     kept=("q", "k"),
-    like={"q": "q", "k": "k"},
-    sizes=("q", "k"),
-    adapt=Rotation,
 )

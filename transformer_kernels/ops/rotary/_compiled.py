@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from transformer_kernels.backends import Machine, address
-from transformer_kernels.ops.rotary import Heads, RotaryCall
+from transformer_kernels.backends import address
+from transformer_kernels.ops._kernels import Compiled
+from transformer_kernels.ops.rotary import Heads, RotaryCall, RotaryKernels
 
 NO_STRIDES = (0, 0, 0)
 
 
-class Kernels:
+class Kernels(RotaryKernels, Compiled):
     """The rotation by the compiled kernel of one machine."""
 
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
-
-    def rotate(self, call: RotaryCall, heads: Heads, out: Heads, *, inverse: bool) -> None:
+    @classmethod
+    def rotate(cls, call: RotaryCall, heads: Heads, out: Heads, *, inverse: bool) -> None:
         """Rotate heads by the angles of the call, or by their negatives, into `out`, which may be the same heads."""
-        cos, sin, machine = call.cos.float(), call.sin.float(), self._machine
+        cos, sin, machine = call.cos.float(), call.sin.float(), cls.machine
         q, k = heads
         batch, count, length, width = q.shape
         half = cos.shape[-1]

@@ -5,14 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from transformer_kernels.ops.rotary import Heads, RotaryCall
+from transformer_kernels.ops.rotary import Heads, RotaryCall, RotaryKernels
 
 
-def rotate(call: RotaryCall, heads: Heads, out: Heads, *, inverse: bool) -> None:
-    cos, sin = call.cos.unsqueeze(1), (-call.sin if inverse else call.sin).unsqueeze(1)  # one for all heads
-    for x, rotated in zip(heads, out, strict=True):
-        if x is not None and rotated is not None:
-            _rotate(x, rotated, cos, sin, call.interleaved)
+class Kernels(RotaryKernels):
+    """Rotary positions through PyTorch's elementwise kernels."""
+
+    @classmethod
+    def rotate(cls, call: RotaryCall, heads: Heads, out: Heads, *, inverse: bool) -> None:
+        cos, sin = call.cos.unsqueeze(1), (-call.sin if inverse else call.sin).unsqueeze(1)  # one for all heads
+        for x, rotated in zip(heads, out, strict=True):
+            if x is not None and rotated is not None:
+                _rotate(x, rotated, cos, sin, call.interleaved)
 
 
 def _rotate(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:

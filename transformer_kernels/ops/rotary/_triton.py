@@ -6,7 +6,7 @@ import triton.language as tl
 
 from transformer_kernels.backends import triton as _triton
 from transformer_kernels.backends.triton_language import from_fp32, rotated, to_fp32
-from transformer_kernels.ops.rotary import Heads, RotaryCall
+from transformer_kernels.ops.rotary import Heads, RotaryCall, RotaryKernels
 
 BYTES = 2048
 """Pairs per tile, on four warps; twice as many spill in float32 on sm_80."""
@@ -82,14 +82,18 @@ def rotary_kernel(
             )  # fmt: skip
 
 
-def rotate(call: RotaryCall, heads: Heads, out: Heads, *, inverse: bool) -> None:
-    cos, sin = call.cos, call.sin
-    q, k = heads
-    kv_heads = 0 if k is None else k.shape[1]
-    table = 0 if len(cos) == 1 else cos.stride(0)
-    strides = (*heads.strides(), *out.strides(), table)
-    launch = _launch(q.shape, kv_heads, cos.shape[-1], q.element_size(), strides, inverse, call.interleaved)
-    launch(q, k, cos, sin, *out)
+class Kernels(RotaryKernels):
+    """Rotary positions by Triton."""
+
+    @classmethod
+    def rotate(cls, call: RotaryCall, heads: Heads, out: Heads, *, inverse: bool) -> None:
+        cos, sin = call.cos, call.sin
+        q, k = heads
+        kv_heads = 0 if k is None else k.shape[1]
+        table = 0 if len(cos) == 1 else cos.stride(0)
+        strides = (*heads.strides(), *out.strides(), table)
+        launch = _launch(q.shape, kv_heads, cos.shape[-1], q.element_size(), strides, inverse, call.interleaved)
+        launch(q, k, cos, sin, *out)
 
 
 @_triton.planned

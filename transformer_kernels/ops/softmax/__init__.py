@@ -10,10 +10,12 @@ from torch import Tensor
 
 from transformer_kernels.ops import _checks, _operation
 from transformer_kernels.ops._crossovers import Native
+from transformer_kernels.ops._kernels import Grads, Wanted, record
 
 OP = "softmax"
 
 
+@record
 class SoftmaxCall(NamedTuple):
     """x is contiguous, the mask seen as (d0, d1, d2, N) over its rows."""
 
@@ -21,6 +23,20 @@ class SoftmaxCall(NamedTuple):
     mask: Tensor | None
     causal: bool
     scale: float
+
+    def fake(self) -> Tensor:
+        return torch.empty_like(self.x)
+
+    def native(self) -> Native | None:
+        if self.mask is not None or self.causal or self.scale != 1.0:
+            return None
+        return Native("softmax", self.x.numel(), lambda x, mask, causal, scale: torch.softmax(x, -1))
+
+    def second_order(self, y: Tensor, grads: Grads, wanted: Wanted) -> tuple[Tensor | None]:
+        """scale * y * (dy - sum(dy * y)), whose path to x is that of y."""
+        wide = torch.promote_types(y.dtype, torch.float32)
+        p, dy = y.to(wide), grads[0].to(wide)
+        return ((p * (dy - (dy * p).sum(dim=-1, keepdim=True)) * self.scale).to(y.dtype),)
 
 
 @_checks.spelled_unlike_torch("F.softmax(x, dim=-1)", "softmax(x), over the last axis: transpose x for another")
@@ -78,31 +94,6 @@ def _over_rows(mask: Tensor, x: Tensor) -> Tensor:
     return mask[(None,) * (4 - x.dim())]
 
 
-def _second_order(
-    call: SoftmaxCall, y: Tensor, grads: tuple[Tensor, ...], wanted: tuple[bool, ...]
-) -> tuple[Tensor | None]:
-    """scale * y * (dy - sum(dy * y)), whose path to x is that of y."""
-    wide = torch.promote_types(y.dtype, torch.float32)
-    p, dy = y.to(wide), grads[0].to(wide)
-    return ((p * (dy - (dy * p).sum(dim=-1, keepdim=True)) * call.scale).to(y.dtype),)
-
-
-def _native(call: SoftmaxCall) -> Native | None:
-    if call.mask is not None or call.causal or call.scale != 1.0:
-        return None
-    return Native("softmax", call.x.numel(), lambda x, mask, causal, scale: torch.softmax(x, -1))
-
-
 OPERATION = _operation.Operation(
-    OP,
-    SoftmaxCall,
-    prepare=prepare,
-    options="mask causal scale",
-    fake=lambda call: torch.empty_like(call.x),
-    differentiable=("x",),
-    dropped=("x", "mask"),
-    kept=("",),
-    like={"x": ""},
-    second_order=_second_order,
-    native=_native,
+    OP, SoftmaxCall, prepare, differentiable=("x",), kept=("",), dropped={"x": "", "mask": None}
 )

@@ -7,16 +7,16 @@ from typing import Any
 
 from torch import Tensor
 
-from transformer_kernels.backends import Bound, Compiled, Machine, memory_of
-from transformer_kernels.ops._operation import Grads, Wanted
+from transformer_kernels.backends import memory_of
+from transformer_kernels.ops._kernels import Compiled, Grads, Wanted
 from transformer_kernels.ops.softmax import SoftmaxCall
 
 
-class Softmax(Bound):
-    """Forward and backward by the compiled kernels of one machine, for calls of one layout."""
+class Kernels(Compiled):
+    """Softmax by the compiled kernels of one machine."""
 
-    def __init__(self, machine: Machine, call: SoftmaxCall) -> None:
-        super().__init__(machine, call.x)
+    def __init__(self, call: SoftmaxCall) -> None:
+        super().__init__(call)
         x, mask = call.x, call.mask
         self._like_x = memory_of(x)
         self._mask = ((1, 1, 1), (0, 0, 0, 0)) if mask is None else (mask.shape[:3], mask.stride())
@@ -50,9 +50,3 @@ class Softmax(Bound):
         dx = self._machine.allocator(self._device)(*self._like_x)
         self._backward(grads[0], y, dx)
         return (dx,)
-
-
-class Kernels(Compiled):
-    """Softmax by the compiled kernels of one machine."""
-
-    bound_to = Softmax

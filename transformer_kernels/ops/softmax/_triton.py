@@ -10,7 +10,8 @@ from torch import Tensor
 from transformer_kernels.backends import triton as _triton
 from transformer_kernels.backends.triton_language import LOG2_E, from_fp32, to_fp32
 from transformer_kernels.backends.triton_tiles import RowTile, Tiles, whole_rows
-from transformer_kernels.ops._operation import Grads, Wanted
+from transformer_kernels.ops import _kernels
+from transformer_kernels.ops._kernels import Grads, Wanted
 from transformer_kernels.ops.softmax import SoftmaxCall
 
 FORWARD = Tiles("softmax forward", whole_rows, widest=32768)
@@ -178,15 +179,26 @@ def softmax_backward_two_pass_kernel(dy, y, dx, M, N, scale, VECTOR: tl.constexp
         tl.store(dx + row * N + columns, from_fp32(result, dx.dtype.element_ty), mask=inside)
 
 
-def forward(call: SoftmaxCall) -> Tensor:
-    """softmax(scale * x) over the visible entries of the last axis; x contiguous (..., N)."""
-    x, mask, causal, scale = call
-    tile, M, N = FORWARD.of_rows(x)
-    y = torch.empty_like(x)
-    layout = None if mask is None else (mask.shape, mask.stride())
-    queries = x.shape[-2] if causal else None
-    _forward_launch(tile, M, N, x.element_size(), layout, queries, scale)(x, mask, y)
-    return y
+class Kernels(_kernels.Kernels):
+    """Softmax by Triton."""
+
+    def forward(self, call: SoftmaxCall) -> Tensor:
+        """softmax(scale * x) over the visible entries of the last axis; x contiguous (..., N)."""
+        x, mask, causal, scale = call
+        tile, M, N = FORWARD.of_rows(x)
+        y = torch.empty_like(x)
+        layout = None if mask is None else (mask.shape, mask.stride())
+        queries = x.shape[-2] if causal else None
+        _forward_launch(tile, M, N, x.element_size(), layout, queries, scale)(x, mask, y)
+        return y
+
+    def backward(self, call: SoftmaxCall, y: Tensor, grads: Grads, wanted: Wanted) -> tuple[Tensor]:
+        """dx from the saved output y."""
+        (dy,), scale = grads, call.scale
+        tile, M, N = BACKWARD.of_rows(y)
+        dx = torch.empty_like(y)
+        _backward_launch(tile, M, N, y.element_size(), scale)(dy, y, dx)
+        return (dx,)
 
 
 @_triton.planned
@@ -224,15 +236,6 @@ def _rows_launch(
         return _triton.Launch(kernels[1], (M,), numbers, (*kind, tile.columns), tile.num_warps)
     grid = (_triton.ceil_div(M, tile.rows),)
     return _triton.Launch(kernels[0], grid, numbers, (*kind, tile.rows, tile.columns), tile.num_warps)
-
-
-def backward(call: SoftmaxCall, y: Tensor, grads: Grads, wanted: Wanted) -> tuple[Tensor]:
-    """dx from the saved output y."""
-    (dy,), scale = grads, call.scale
-    tile, M, N = BACKWARD.of_rows(y)
-    dx = torch.empty_like(y)
-    _backward_launch(tile, M, N, y.element_size(), scale)(dy, y, dx)
-    return (dx,)
 
 
 @_triton.planned

@@ -1,0 +1,155 @@
+"""What an operation asks of a call and of a backend's kernels: `record`, `Kernels`, `Compiled`, `Adapter`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from torch import Tensor
+
+from transformer_kernels.backends import Machine
+
+if TYPE_CHECKING:
+    from transformer_kernels.ops._crossovers import Native
+
+Grads = tuple[Any, ...]
+"""The incoming gradients of a backward pass; None in one that did not come in, where there are several."""
+
+Wanted = tuple[bool, ...]
+"""Which of the differentiable fields' gradients are wanted."""
+
+C = TypeVar("C")
+
+
+class Call:
+    """What an operation asks of its calls. The methods below are the defaults."""
+
+    check_when_run: ClassVar[Callable[[Any], None] | None] = None
+    """(call) -> None: checks the values of a traced call, which has none before it runs."""
+
+    second_order: ClassVar[Callable[..., tuple[Tensor | None, ...]] | None] = None
+    """(call, result, grads, wanted) -> gradients, in differentiable PyTorch. None: double backward raises."""
+
+    gradient_layout: ClassVar[Callable[[Tensor], Tensor]] = Tensor.contiguous
+    """The layout in which kernels read the gradient of the first output."""
+
+    def fake(self) -> Any:
+        """The results as empty tensors (None for an absent one): what a tracer sees."""
+        raise NotImplementedError
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing to launch; such calls run in PyTorch."""
+        return not self[0].numel()  # type: ignore[index]
+
+    def drops(self) -> bool:
+        """Whether backward of this call does without the operation's `dropped` fields."""
+        return True
+
+    def described(self) -> tuple[str, ...]:
+        """Tensor fields of which backward reads shape and dtype only: they may be written to before it."""
+        return ()
+
+    def native(self) -> Native | None:
+        """PyTorch's own function that computes the same, if there is one."""
+        return None
+
+    def empty_gradients(self) -> tuple[Tensor | None, ...] | None:
+        """Empty tensors laid out as the gradients are; None: contiguous ones."""
+        return None
+
+
+def record(cls: type[C]) -> type[C]:
+    """Give a NamedTuple, which cannot have a base class, the defaults of `Call`."""
+    for name, default in vars(Call).items():
+        if not name.startswith("__") and name not in vars(cls):
+            setattr(cls, name, default)
+    return cls
+
+
+class Kernels:
+    """A backend's kernels of an operation for calls of one layout, made of the first of them.
+
+    For backward, `call` and `result` hold None in the fields that are not kept; `grads` are those of the public
+    outputs, the first one in the layout of `Call.gradient_layout`.
+    """
+
+    forward_with_gradient: Any = None
+    """(call) -> (result, the gradient of a loss) or None, with `scale_gradient(gradient, dloss)`, which multiplies the
+    gradient in place; and, where it is that of an intermediate result, `below(call, gradient, wanted)` -> gradients."""
+    scale_gradient: Any = None
+    below: Any = None
+    second_order: Any = None
+    """As `Call.second_order`, which it replaces."""
+    composed: Any = None
+    """(call, backend, whether autograd records it) -> the output, computed by other operators, which autograd then
+    sees, or None if `forward` is to compute it."""
+
+    @classmethod
+    def unsupported(cls, call: Any) -> str | None:
+        """Why the backend does not support a call; None if it does."""
+        return None
+
+    @classmethod
+    def of(cls, call: Any) -> Kernels:
+        """The kernels for calls of this layout."""
+        return cls(call)
+
+    def __init__(self, call: Any) -> None:
+        """Compute what depends on the layout alone."""
+
+    def forward(self, call: Any) -> Any:
+        """All results."""
+        raise NotImplementedError
+
+    def forward_recorded(self, call: Any) -> Any:
+        """`forward` where one output is returned, with what backward needs."""
+        return self.forward(call)
+
+    def forward_alone(self, call: Any) -> Any:
+        """`forward` where one output is returned and there is no backward."""
+        return self.forward(call)
+
+    def backward(self, call: Any, result: Any, grads: Grads, wanted: Wanted) -> tuple[Tensor | None, ...]:
+        """The gradients of the differentiable fields; trailing ones that are never wanted may be left out."""
+        raise NotImplementedError
+
+
+class Compiled(Kernels):
+    """The kernels of one of the two compiled modules, which have one source: `on(machine)` is the class of one."""
+
+    machine: ClassVar[Machine]
+
+    @classmethod
+    @functools.cache
+    def on(cls, machine: Machine) -> type[Compiled]:
+        """The class of the kernels of this machine."""
+        return type(cls.__name__, (cls,), {"machine": machine, "__module__": cls.__module__})
+
+    def __init__(self, call: Any, x: Tensor | None = None) -> None:
+        """`x` is a tensor of the kernels' dtype, the first one unless given."""
+        x = call[0] if x is None else x
+        self._machine, self._device, self._dtype = self.machine, x.device, self.machine.DTYPE_CODES[x.dtype]
+
+    def _bind(self, kernel: str, **fields: Any) -> Any:
+        """`Machine.bind` with the fields that follow the dtype in the kernel's structure."""
+        return self._machine.bind(kernel, self._device, dtype=self._dtype, **fields)
+
+
+class Adapter(Kernels):
+    """An operation's kernels that are made of another one's, `inner`, of the same backend."""
+
+    inner: ClassVar[Any]
+    backend: ClassVar[str]
+
+    @classmethod
+    @functools.cache
+    def on(cls, inner: type[Kernels], backend: str) -> type[Adapter]:
+        """The class of the kernels on those of a backend."""
+        return type(cls.__name__, (cls,), {"inner": inner, "backend": backend, "__module__": cls.__module__})
+
+    @classmethod
+    def unsupported(cls, call: Any) -> str | None:
+        """Why the other kernels do not support it."""
+        reason: str | None = cls.inner.unsupported(call)
+        return reason
