@@ -22,6 +22,7 @@ from transformer_kernels.patching.graph._canonical import (
     number,
     same_shape,
 )
+from transformer_kernels.patching.graph._encoder_layer import PARAMETERS as ENCODER_LAYER
 
 
 def _last(dim: Any, x: Any) -> bool:
@@ -490,6 +491,8 @@ def _rules() -> dict[str, Rule]:
         tuple(inspect.signature(F.multi_head_attention_forward).parameters),
         _multi_head,
     )
+    rule("_transformer_encoder_layer_fwd", " ".join(ENCODER_LAYER), lambda c, node, mask=None, kind=None, **given: Expr(
+        "encoder_layer", (*(given[name] for name in ENCODER_LAYER[:-2]), mask, kind)))  # fmt: skip
     rule("cross_entropy", "input target weight size_average ignore_index reduce reduction label_smoothing",
          _cross_entropy)  # fmt: skip
     rule("cat concat", "tensors dim", _cat)
