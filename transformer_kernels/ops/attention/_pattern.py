@@ -48,7 +48,12 @@ def _scaled(name: str, tensor: Term) -> Term:
     return maybe(lambda x: x * Number(f"{name}_scale", least=1e-30), tensor)
 
 
-PRODUCT = Call("matmul", _scaled("q", Input("q")), _scaled("k", Input("kt")))
+def grouped(name: str) -> Term:
+    """Keys or values whose heads are repeated, each for a group of queries, or are not."""
+    return Call("repeat", Input(name), Number("groups", least=1), 1) | Input(name)
+
+
+PRODUCT = Call("matmul", _scaled("q", Input("q")), _scaled("k", grouped("kt")))
 SCORES = Steps(
     "steps",
     PRODUCT,
@@ -60,7 +65,7 @@ SCORES = Steps(
     },
 )
 WEIGHTS = maybe(lambda w: Call("dropout", w, Number("p", symbolic=True)), Call("softmax", SCORES))
-CONTEXT = Call("matmul", maybe(lambda w: Call("batch_view", w, Option("weights")), WEIGHTS), Input("v"))
+CONTEXT = Call("matmul", maybe(lambda w: Call("batch_view", w, Option("weights")), WEIGHTS), grouped("v"))
 ATTENTION = CONTEXT | Call("permute", CONTEXT, Option("axes"))
 
 
@@ -141,6 +146,8 @@ def _hides_rows(hidden: Tensor | None, bias: Tensor | None) -> bool:
 
 def as_written(steps: tuple[Step, ...], p: float, q: Tensor, k: Tensor, v: Tensor, masks: tuple[Tensor, ...]) -> Tensor:
     """The steps in PyTorch's operators."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x if groups == 1 else x.repeat_interleave(groups, 1) for x in (k, v))
     scores, given = q @ k.transpose(-1, -2), iter(masks)
     for step in steps:
         if step.kind == "scale":
@@ -186,7 +193,7 @@ class Fused(NamedTuple):
         if q.dtype is not v.dtype:
             q, k = q.to(v.dtype), k.to(v.dtype)
         if self.small and not p:
-            out = scaled_dot_product_attention(q, k, v, bias, scale=self.scale)
+            out = scaled_dot_product_attention(q, k, v, bias, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1])
         else:
             out = attention(q, k, v, attn_bias=bias, scale=self.scale, dropout_p=p, backend=backend)  # type: ignore[assignment]
         out = out[:, 0] if dims == 3 else out
@@ -219,7 +226,11 @@ def _replace(match: Match) -> Replacement | str:
         return "its dtype has no kernel"
     if not _same(q.shape[-1], kt.shape[-2]):
         return "query and key do not have the same head dimension"
-    leading = (*zip(q.shape[:-2], kt.shape[:-2], strict=True), *zip(kt.shape[:-2], v.shape[:-2], strict=True))
+    groups = bound.get("groups", 1)
+    if groups != 1 and q.dim() != 4:
+        return "heads are repeated, but query and key have no axis of heads"
+    shared = (kt.shape[0], kt.shape[1] * groups)[: q.dim() - 2]
+    leading = (*zip(q.shape[:-2], shared, strict=True), *zip(kt.shape[:-2], v.shape[:-2], strict=True))
     if not all(_same(a, b) for a, b in leading) or not _same(kt.shape[-1], v.shape[-2]):
         return "query, key and value do not have the same batch and heads"
     steps: list[Step] = []
