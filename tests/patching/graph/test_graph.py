@@ -13,6 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import transformer_kernels as tk
+from tests.support.handwritten.attention import KEYS
+from transformer_kernels.patching import graph
 
 ROOT = Path(__file__).parents[3]
 WEIGHT, BIAS = torch.linspace(0.5, 1.5, 16, dtype=torch.float64), torch.linspace(-1, 1, 16, dtype=torch.float64)
@@ -444,3 +446,25 @@ def test_run_compiles_a_script(tmp_path):
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) == 256 * 64
     assert "1 operations replaced, 0 left to PyTorch; 1 graph: attention 1" in done.stderr
+
+
+@pytest.mark.parametrize("repeated", KEYS.values(), ids=list(KEYS))
+@pytest.mark.parametrize("sdpa", (False, True), ids=("by hand", "sdpa"))
+def test_repeated_heads_are_not_copied(repeated, sdpa):
+    def attention(x):
+        q, k, v = torch.cat((x, x + 1.0), 1), repeated(x.sin()), repeated(x.cos())
+        if sdpa:
+            return F.scaled_dot_product_attention(q, k, v)
+        return (q @ k.mT * 0.5).softmax(-1) @ v
+
+    found = []
+
+    def backend(module, inputs):
+        graph.rewrite(module, torch.is_grad_enabled(), "torch")
+        found.extend(str(getattr(node.target, "__name__", node.target)) for node in module.graph.nodes)
+        return module.forward
+
+    x = torch.randn(2, 2, 8, 8, dtype=torch.float64)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(attention, backend=backend)(x), attention(x))
+    assert not {"repeat_interleave", "expand", "reshape", "flatten"} & set(found), found

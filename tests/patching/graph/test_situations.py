@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.support.handwritten import compare
+from transformer_kernels.ops.attention import _structure
 
 
 class Attention(nn.Module):
@@ -65,6 +67,33 @@ def test_a_mask_that_changes_after_the_first_call(change):
     assert matched["attention"] == 1
     change(model)
     same(model, compiled, *inputs)
+
+
+LENGTH = 160
+POSITIONS = torch.arange(LENGTH)
+STRUCTURED = {
+    "window": (POSITIONS[:, None] - POSITIONS).abs() < 9,
+    "documents": POSITIONS[:, None] // 40 == POSITIONS // 40,
+    "prefix": (POSITIONS[:, None] >= POSITIONS) | (POSITIONS < 12),
+}
+
+
+@pytest.mark.skipif(compare.SINGLE.kernels != "cpu", reason="the CPU kernels read the values of masks")
+@pytest.mark.parametrize("visible", STRUCTURED.values(), ids=list(STRUCTURED))
+def test_the_structure_of_a_written_mask_is_found(visible, monkeypatch):
+    model, found = Attention(LENGTH), []
+    model.mask = ~visible
+
+    def understood(*arguments):
+        result = _structure.understood(*arguments)
+        found.append(result)
+        return result
+
+    monkeypatch.setattr(sys.modules["transformer_kernels.ops.attention"], "understood", understood)
+    compiled, _ = routed(model)
+    same(model, compiled, *tensors(LENGTH))
+    bias, _, _, key_ranges = found[-1]
+    assert bias is None and key_ranges is not None
 
 
 def test_every_length_has_its_own_mask():

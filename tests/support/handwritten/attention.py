@@ -23,11 +23,25 @@ PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "einsum": lambda q, k: torch.einsum("bhid,bhjd->bhij", q, k),
     "einsum of ...": lambda q, k: torch.einsum("...id,...jd->...ij", q, k),
     "einsum by rows": lambda q, k: torch.einsum("bqhd,bkhd->bhqk", q.transpose(1, 2), k.transpose(1, 2)),
-    "bmm": lambda q, k: torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)).view(-1, H, L, L),
+    "bmm": lambda q, k: torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)).view(*q.shape[:2], L, L),
     "baddbmm": lambda q, k: torch.baddbmm(
         q.new_zeros(1, L, L), q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), beta=0.0, alpha=1.0
-    ).view(-1, H, L, L),
+    ).view(*q.shape[:2], L, L),
 }
+KEYS: dict[str, Callable[[Tensor], Tensor]] = {
+    "repeat_interleave": lambda x: x.repeat_interleave(2, dim=1),
+    "torch.repeat_interleave": lambda x: torch.repeat_interleave(x, repeats=2, dim=-3),
+    "repeated, then transposed": lambda x: x.transpose(1, 2).repeat_interleave(2, dim=2).transpose(1, 2),
+    "repeated, transposed, contiguous": lambda x: (
+        x.transpose(1, 2).repeat_interleave(2, 2).contiguous().permute(0, 2, 1, 3).contiguous()
+    ),
+    "expand, reshape": lambda x: x[:, :, None].expand(-1, -1, 2, -1, -1).reshape(x.shape[0], 2 * H, L, D),
+    "unsqueeze, flatten": lambda x: x.unsqueeze(2).expand(-1, H, 2, L, D).flatten(1, 2),
+    "expanded before the heads": lambda x: (
+        x.transpose(1, 2)[:, :, :, None, :].expand(-1, L, H, 2, D).reshape(-1, L, 2 * H, D).transpose(1, 2)
+    ),
+}
+"""Keys and values of one head for two heads of queries."""
 
 
 def _in_place(s: Tensor) -> Tensor:
@@ -136,7 +150,7 @@ VALUES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 MERGED: dict[str, Callable[[Tensor], Tensor]] = {
     "no": lambda o: o,
-    "view": lambda o: o.transpose(1, 2).contiguous().view(o.shape[0], L, H * D),
+    "view": lambda o: o.transpose(1, 2).contiguous().view(o.shape[0], L, -1),
     "permute, flatten": lambda o: o.permute(0, 2, 1, 3).flatten(2),
     "reshape": lambda o: o.transpose(1, 2).reshape(o.shape[0], L, -1),
 }
@@ -161,10 +175,13 @@ def spelled(
     values: str,
     merged: str,
     observed: str,
+    keys: str,
 ) -> Callable[..., Any]:
     """Attention of q, k and v in this spelling."""
 
-    def attention(q: Tensor, k: Tensor, v: Tensor, pad: Tensor, causal: Tensor, mask: Tensor) -> Any:
+    def attention(q: Tensor, k: Tensor, v: Tensor, other: Tensor, pad: Tensor, causal: Tensor, mask: Tensor) -> Any:
+        if keys != "own":
+            q, k, v = torch.cat((q, other), 1), KEYS[keys](k), KEYS[keys](v)
         q, k = BEFORE[before](q, k) if before != "no" else (q, k)
         s = PRODUCTS[product](q, k)
         s = AFTER[after](s, k) if after != "no" else s
@@ -188,6 +205,7 @@ ATTENTION = Family(
         "values": list(VALUES),
         "merged": list(MERGED),
         "observed": list(OBSERVED),
+        "keys": ["own", *KEYS],
     },
     spelled,
     lambda choices: frozenset({"attention"} if choices["observed"] == "nothing" else ()),

@@ -336,3 +336,73 @@ def multihead_attention_with_weights(y, Wqkv, W):
     return F.multi_head_attention_forward(
         *(y.transpose(0, 1),) * 3, D, H, Wqkv, None, None, None, False, 0.0, W, None, need_weights=True
     )
+
+
+# Repeated heads
+def _many(q, other):
+    return torch.cat((q, other), 1)
+
+
+@trap
+def tiled_heads(q, other, k, v):
+    return _weights(_many(q, other), k.repeat(1, 2, 1, 1)) @ v.repeat(1, 2, 1, 1)
+
+
+@trap
+def repeated_keys_and_tiled_values(q, other, k, v):
+    return _weights(_many(q, other), k.repeat_interleave(2, 1)) @ v.repeat(1, 2, 1, 1)
+
+
+@trap
+def repeated_values_alone(q, other, k, v):
+    return _weights(_many(q, other), _many(k, k)) @ v.repeat_interleave(2, 1)
+
+
+@trap
+def repeated_along_keys(q, k, v):
+    return torch.softmax(q @ k.repeat_interleave(2, 2).mT * SCALE, -1) @ v.repeat_interleave(2, 2)
+
+
+@trap
+def expanded_before_the_heads(q, other, k, v):
+    k, v = (x[:, None].expand(-1, 2, -1, -1, -1).reshape(-1, 2 * H, L, D) for x in (k, v))
+    return _weights(_many(q, other), k) @ v
+
+
+@trap
+def repeated_by_counts(q, other, k, v):
+    counts = torch.tensor([3, 1])
+    return _weights(_many(q, other), k.repeat_interleave(counts, 1)) @ v.repeat_interleave(counts, 1)
+
+
+@trap
+def repeated_keys_are_returned(q, other, k, v):
+    k = k.repeat_interleave(2, 1)
+    return _weights(_many(q, other), k) @ v.repeat_interleave(2, 1), k
+
+
+@trap
+def repeated_keys_are_written_no_grad(q, other, k, v):
+    k = k.repeat_interleave(2, 1)
+    k[:, 0] += 1.0
+    return _weights(_many(q, other), k) @ v.repeat_interleave(2, 1)
+
+
+@trap
+def repeated_keys_of_sdpa(q, other, k, v):
+    q, k, v = _many(q, other), k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+    return F.scaled_dot_product_attention(q, k, v), F.scaled_dot_product_attention(q, k, v.flip(1))
+
+
+@trap
+def grouped_sdpa_of_repeated_keys(q, other, k, v):
+    q, k, v = (torch.cat((x, y), 1) for x, y in ((q, other), (k, v), (v, k)))
+    q = torch.cat((q, q), 1)
+    k, v = (x[:, :2].repeat_interleave(2, 1) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
+@trap
+def repeated_keys_that_see_nothing(q, other, k, v, hides_rows):
+    scores = _many(q, other) @ k.repeat_interleave(2, 1).mT * SCALE
+    return torch.softmax(scores.masked_fill(hides_rows, -1e9), -1) @ v.repeat_interleave(2, 1)

@@ -53,6 +53,11 @@ SCALED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "weight only": lambda n, weight, bias: n * weight,
     "nothing": lambda n, weight, bias: n,
 }
+BEFORE_ROOT: dict[str, Callable[..., Tensor]] = {
+    "weight * (x - mean) / root": lambda centred, root, weight, bias: weight * centred / root + bias,
+    "(x - mean) * weight / root": lambda centred, root, weight, bias: centred * weight / root + bias,
+    "weight * (x - mean) * rsqrt": lambda centred, root, weight, bias: weight * centred * (1.0 / root) + bias,
+}
 RESIDUAL: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "no": lambda x, residual: x,
     "x + residual": lambda x, residual: x + residual,
@@ -77,6 +82,8 @@ def spelled_layer_norm(
         x = added(x, residual)
         average = MEANS[mean](x)
         var = VARIANCES[variance](x, average)
+        if scaled in BEFORE_ROOT:
+            return BEFORE_ROOT[scaled](x - average, torch.sqrt(var + EPS), weight, bias)
         n = NORMALISED[normalised](x, average, var)
         return OBSERVED[observed](SCALED[scaled](n, weight, bias), x, average, var, n)
 
@@ -90,7 +97,7 @@ LAYER_NORM = Family(
         "mean": list(MEANS),
         "variance": list(VARIANCES),
         "normalised": list(NORMALISED),
-        "scaled": list(SCALED),
+        "scaled": [*SCALED, *BEFORE_ROOT],
         "residual": list(RESIDUAL),
         "observed": list(OBSERVED),
     },
@@ -125,6 +132,10 @@ RMS_SCALED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "(1 + weight)": lambda n, weight: n * (1 + weight),
     "mul": lambda n, weight: torch.mul(weight, n),
 }
+RMS_BEFORE_ROOT: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "weight * x / root": lambda x, root, weight: weight * x / root,
+    "x * weight / root": lambda x, root, weight: x * weight / root,
+}
 CAST: dict[str, Callable[[Tensor], Tensor]] = {"no": lambda x: x, "float": wide}
 RMS_OBSERVED: dict[str, Callable[..., Any]] = {
     "nothing": lambda o, x, n: o,
@@ -140,6 +151,9 @@ def spelled_rms_norm(
     def rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
         x = added(x, residual)
         y = CAST[cast](x)
+        if scaled in RMS_BEFORE_ROOT:
+            root = torch.sqrt(SQUARES[squares](y).mean(-1, keepdim=True) + EPS)
+            return RMS_BEFORE_ROOT[scaled](y, root, weight).type_as(x)
         n = RMS[rms](y, SQUARES[squares](y)).type_as(x)
         return RMS_OBSERVED[observed](RMS_SCALED[scaled](n, weight), x, n)
 
@@ -152,7 +166,7 @@ RMS_NORM = Family(
     {
         "squares": list(SQUARES),
         "rms": list(RMS),
-        "scaled": list(RMS_SCALED),
+        "scaled": [*RMS_SCALED, *RMS_BEFORE_ROOT],
         "cast": list(CAST),
         "residual": list(RESIDUAL),
         "observed": list(RMS_OBSERVED),

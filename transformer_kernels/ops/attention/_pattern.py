@@ -40,12 +40,20 @@ SMALL_FILL = -1e3
 LOG_OF_SMALLEST = -104.0
 """exp of less is 0 in float32."""
 
+MIN_DENSE = 1 << 14
+"""Elements from which a bool mask without a structure is made a bias once, and not in each call."""
+
 
 def _scaled(name: str, tensor: Term) -> Term:
     return maybe(lambda x: x * Number(f"{name}_scale", least=1e-30), tensor)
 
 
-PRODUCT = Call("matmul", _scaled("q", Input("q")), _scaled("k", Input("kt")))
+def grouped(name: str) -> Term:
+    """Keys or values whose heads are repeated, each for a group of queries, or are not."""
+    return Call("repeat", Input(name), Number("groups", least=1), 1) | Input(name)
+
+
+PRODUCT = Call("matmul", _scaled("q", Input("q")), _scaled("k", grouped("kt")))
 SCORES = Steps(
     "steps",
     PRODUCT,
@@ -57,7 +65,7 @@ SCORES = Steps(
     },
 )
 WEIGHTS = maybe(lambda w: Call("dropout", w, Number("p", symbolic=True)), Call("softmax", SCORES))
-CONTEXT = Call("matmul", maybe(lambda w: Call("batch_view", w, Option("weights")), WEIGHTS), Input("v"))
+CONTEXT = Call("matmul", maybe(lambda w: Call("batch_view", w, Option("weights")), WEIGHTS), grouped("v"))
 ATTENTION = CONTEXT | Call("permute", CONTEXT, Option("axes"))
 
 
@@ -69,35 +77,41 @@ class Step(NamedTuple):
 
 
 class Known(NamedTuple):
-    """The masks of a call as options of `attention`, or None where only the written steps give the same result."""
+    """The masks of a call as `attn_bias` of `attention`, and as they are written."""
 
-    options: dict[str, Any] | None
+    bias: Tensor | None
     masks: tuple[Tensor, ...]
+    is_exact: bool
+    """Whether `attention` gives the result of the written steps."""
 
 
 class Masks(NamedTuple):
-    """The steps of a call, and what is needed to recognise the values of its masks when the graph runs."""
+    """The steps of a call, and what is needed to combine its masks when the graph runs."""
 
     steps: tuple[Step, ...]
     dims: int
     dtype: torch.dtype
 
     def __call__(self, *masks: Tensor) -> Known:
-        """The masks, each of which broadcasts to the scores of `dims` axes, as options of `attention`.
+        """The masks, each of which broadcasts to the scores of `dims` axes, as one.
 
-        A bool mask is True where a key is hidden. Where a row sees no key, a fill of -1e9 gives a uniform row and -inf
-        NaN, but `attention` gives 0: such masks are applied as they are written.
+        A bool mask is True where a key is hidden; `attention` finds causality, padding, windows and documents in it.
+        Where a row sees no key, a fill of -1e9 gives a uniform row and -inf NaN, but `attention` gives 0: such masks
+        are applied as they are written.
         """
         hidden, bias = self._combined(masks)
         if _hides_rows(hidden, bias):
-            return Known(None, masks)
-        options: dict[str, Any] = {} if hidden is None else _structure(hidden)
-        if (dense := options.pop("hidden", None)) is not None:
-            dense = torch.zeros(dense.shape, dtype=self.dtype, device=dense.device).masked_fill_(dense, -math.inf)
-            bias = dense if bias is None else bias + dense
-        if bias is not None:
-            options["attn_bias"] = bias.to(self.dtype) if bias.dtype is not torch.float32 else bias
-        return Known(options, masks)
+            return Known(None, masks, False)
+        if hidden is None:
+            return Known(bias if bias is None or bias.dtype is torch.float32 else bias.to(self.dtype), masks, True)
+        if bias is None:
+            visible = hidden.logical_not()
+            if visible.numel() < MIN_DENSE or structure_of(visible, (*visible.shape,)) is not None:
+                return Known(visible, masks, True)
+            bias = torch.zeros(hidden.shape, dtype=self.dtype, device=hidden.device)
+        elif bias.dtype is not torch.float32:
+            bias = bias.to(self.dtype)
+        return Known(bias.masked_fill(hidden, -math.inf), masks, True)
 
     def _combined(self, masks: tuple[Tensor, ...]) -> tuple[Tensor | None, Tensor | None]:
         """All fills as one bool tensor and all terms as one sum, with four axes, scaled by the steps above them."""
@@ -130,21 +144,10 @@ def _hides_rows(hidden: Tensor | None, bias: Tensor | None) -> bool:
     return hidden is not None and bool(hidden.all(-1).any())
 
 
-def _structure(hidden: Tensor) -> dict[str, Any]:
-    """A mask (., ., Lq, Lk) of scores as causality and padding of keys, or else as it is."""
-    visible = hidden.logical_not()
-    batch, heads, queries, keys = visible.shape
-    found = structure_of(visible, (batch, heads, queries, keys))
-    if found is not None and found.key_ranges is None:
-        padding = {} if found.key_padding_mask is None else {"key_padding_mask": found.key_padding_mask}
-        return {"causal": True, **padding} if found.causal else padding
-    if keys > 1 and all(visible.shape[axis] == 1 or visible.stride(axis) == 0 for axis in (1, 2)):
-        return {"key_padding_mask": visible[:, 0, 0]}
-    return {"hidden": hidden}
-
-
 def as_written(steps: tuple[Step, ...], p: float, q: Tensor, k: Tensor, v: Tensor, masks: tuple[Tensor, ...]) -> Tensor:
     """The steps in PyTorch's operators."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x if groups == 1 else x.repeat_interleave(groups, 1) for x in (k, v))
     scores, given = q @ k.transpose(-1, -2), iter(masks)
     for step in steps:
         if step.kind == "scale":
@@ -180,21 +183,19 @@ class Fused(NamedTuple):
 
     def _whole(self, q: Tensor, kt: Tensor, v: Tensor, p: float, known: Known | None, backend: str | None) -> Tensor:
         k, dims = kt.transpose(-1, -2), q.dim()
-        options: dict[str, Any] = {}
+        bias = None
         if known is not None:
-            if known.options is None or (self.fill > LARGE and not self._hides(q, kt)):
+            if not known.is_exact or (self.fill > LARGE and not self._hides(q, kt)):
                 return as_written(self.steps, p, q, k, v, known.masks).to(self.dtype)
-            options = known.options
+            bias = known.bias
         if dims == 3:
             q, k, v = q[:, None], k[:, None], v[:, None]
         if q.dtype is not v.dtype:
             q, k = q.to(v.dtype), k.to(v.dtype)
-        if (padding := options.get("key_padding_mask")) is not None and padding.shape[0] != q.shape[0]:
-            options = {**options, "key_padding_mask": padding.expand(q.shape[0], -1)}
         if self.small and not p:
-            out = _by_torch(q, k, v, self.scale, options)
+            out = scaled_dot_product_attention(q, k, v, bias, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1])
         else:
-            out = attention(q, k, v, scale=self.scale, dropout_p=p, backend=backend, **options)  # type: ignore[assignment]
+            out = attention(q, k, v, attn_bias=bias, scale=self.scale, dropout_p=p, backend=backend)  # type: ignore[assignment]
         out = out[:, 0] if dims == 3 else out
         return out if out.dtype is self.dtype else out.to(self.dtype)
 
@@ -212,18 +213,6 @@ class Fused(NamedTuple):
         return [step for step in self.steps[first:] if step.kind == "scale"]
 
 
-def _by_torch(q: Tensor, k: Tensor, v: Tensor, scale: float, options: dict[str, Any]) -> Tensor:
-    """PyTorch's kernel, where it is the faster one."""
-    mask = options.get("attn_bias")
-    if (padding := options.get("key_padding_mask")) is not None:
-        visible = padding[:, None, None]
-        mask = visible if mask is None else mask.masked_fill(~visible, -math.inf)
-    causal = options.get("causal", False)
-    if causal and (mask is not None or q.shape[2] != k.shape[2]):
-        return attention(q, k, v, scale=scale, **options)  # type: ignore[return-value]
-    return scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale)
-
-
 def _same(a: Any, b: Any) -> bool:
     return str(a) == str(b)
 
@@ -237,7 +226,11 @@ def _replace(match: Match) -> Replacement | str:
         return "its dtype has no kernel"
     if not _same(q.shape[-1], kt.shape[-2]):
         return "query and key do not have the same head dimension"
-    leading = (*zip(q.shape[:-2], kt.shape[:-2], strict=True), *zip(kt.shape[:-2], v.shape[:-2], strict=True))
+    groups = bound.get("groups", 1)
+    if groups != 1 and q.dim() != 4:
+        return "heads are repeated, but query and key have no axis of heads"
+    shared = (kt.shape[0], kt.shape[1] * groups)[: q.dim() - 2]
+    leading = (*zip(q.shape[:-2], shared, strict=True), *zip(kt.shape[:-2], v.shape[:-2], strict=True))
     if not all(_same(a, b) for a, b in leading) or not _same(kt.shape[-1], v.shape[-2]):
         return "query, key and value do not have the same batch and heads"
     steps: list[Step] = []

@@ -37,9 +37,11 @@ VARIANCE = (
 )
 EPS = Number("eps", least=1e-30, symbolic=True)
 
-LAYER_NORM = maybe(lambda y: y + BIAS, maybe(lambda y: y * WEIGHT, CENTRED * Call("rsqrt", VARIANCE + EPS)))
+INVERSE = Call("rsqrt", VARIANCE + EPS)
+LAYER_NORM = maybe(lambda y: y + BIAS, maybe(lambda y: y * WEIGHT, CENTRED * INVERSE) | (CENTRED * WEIGHT) * INVERSE)
 LAYER_NORM_CALL = Call("layer_norm", X, Option("weight"), Option("bias"), Option("eps"))
-RMS_NORM = maybe(lambda y: y * WEIGHT, X * Call("rsqrt", MEAN_SQUARE + EPS))
+INVERSE_RMS = Call("rsqrt", MEAN_SQUARE + EPS)
+RMS_NORM = maybe(lambda y: y * WEIGHT, X * INVERSE_RMS) | (X * WEIGHT) * INVERSE_RMS
 RMS_NORM_CALL = Call("rms_norm", X, Option("weight"), Option("eps"))
 STANDARD = CENTRED / (Call("std", X, As("correction", Option("correction"))) + EPS)
 STD_NORM = maybe(

@@ -9,7 +9,8 @@ replaced by this package's operations, and the graph runs eagerly with autograd.
     _constants.py   parts that depend on buffers and sizes alone
     _match.py       the search for a term
     _rewrite.py     one pass over a graph
-    _calls.py       calls of torch.nn.functional; _multi_head.py one that is several
+    _equal.py       equal computations become one
+    _calls.py       calls of torch.nn.functional; _multi_head.py and _encoder_layer.py those that are several
     _checkpoint.py  parts that are computed again
     _report.py      what was found
 """
@@ -23,6 +24,7 @@ import torch
 from torch import fx, nn
 
 from transformer_kernels.backends.dispatch import BACKENDS
+from transformer_kernels.patching.graph._encoder_layer import trace_masks
 from transformer_kernels.patching.graph._report import GraphReport, GraphRow, Shares, report_of, timed
 from transformer_kernels.patching.graph._rewrite import Outcome, rewrite
 
@@ -40,6 +42,7 @@ class GraphRoute:
     def __init__(self, backend: str | None = None) -> None:
         if backend not in (*BACKENDS, "auto", None):
             raise ValueError(f"compile: backend must be one of {(*BACKENDS, 'auto', None)}; got {backend!r}")
+        trace_masks()
         self.backend = None if backend == "auto" else backend
         self.outcomes: list[Outcome] = []
         self._modules: list[fx.GraphModule] = []
@@ -72,11 +75,22 @@ class GraphRoute:
         return GraphRoute, (self.backend,)
 
 
-def transformer_kernels(
+def _transformer_kernels(
     graph_module: fx.GraphModule, example_inputs: list[Any], options: dict[str, Any] | None = None
 ) -> Callable[..., Any]:
     """The backend of `torch.compile(model, backend="transformer_kernels", options={"backend": None})`."""
     return GraphRoute((options or {}).get("backend"))(graph_module, example_inputs)
+
+
+_transformer_kernels.__name__ = "transformer_kernels"
+
+
+def __getattr__(name: str) -> Any:
+    """The entry point, which is looked up before the program is traced."""
+    if name != "transformer_kernels":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    trace_masks()
+    return _transformer_kernels
 
 
 def compile(model: Any, *, backend: str | None = None, dynamic: bool | None = None, fullgraph: bool = False) -> Any:

@@ -18,13 +18,14 @@ from transformer_kernels.ops._crossovers import prefers_torch
 from transformer_kernels.ops._dropout import LEAST_DROPPED, has_dropout_kernel
 from transformer_kernels.ops._dropout import dropout as dropout_kernel
 from transformer_kernels.ops._pattern import Call, Input, Match, Number, Option, Pattern, Replacement
+from transformer_kernels.ops.attention._pattern import grouped
 from transformer_kernels.ops.linear._cpu import largest_weight, processor
 from transformer_kernels.patching import _torch_calls as calls
 from transformer_kernels.patching._products import FEWEST_ROWS, linear_is_ours
 
 X = Input("x")
 LINEAR = Call("linear", X, Input("weight"), Option("bias"))
-SDPA = Call("sdpa", *map(Input, "qkv"), *map(Option, ("mask", "p", "causal", "scale", "grouped")))
+SDPA = Call("sdpa", Input("q"), *map(grouped, "kv"), *map(Option, ("mask", "p", "causal", "scale", "grouped")))
 DROPOUT = Call("dropout", X, Number("p", symbolic=True))
 CROSS_ENTROPY = Call("cross_entropy", X, *map(Option, ("target", "weight", "ignored", "reduction", "smoothing")))
 SOFTMAX = Call("softmax", X)
@@ -131,7 +132,7 @@ def _attention(match: Match) -> Replacement | str:
     if not match.has_kernel(q.dtype, k.dtype, v.dtype) or not q.dim() == k.dim() == v.dim() == 4:
         return "query, key and value are not (B, H, L, D) of a dtype with a kernel"
     names = ("q", "k", "v", "mask", "p", "causal")
-    options = {"scale": bound["scale"], "enable_gqa": bound["grouped"]}
+    options = {"scale": bound["scale"], "enable_gqa": bound["grouped"] or "groups" in bound}
     if match.is_auto and q.is_cpu:
         scores = match.size(*q.shape[:3], k.shape[2])
         if prefers_torch("attention", scores, q.dtype.itemsize, recorded=match.trains):

@@ -19,15 +19,18 @@ from transformer_kernels.patching.graph._calls import PATTERNS as CALLS
 from transformer_kernels.patching.graph._canonical import Canonical, Expr, fake, name_of
 from transformer_kernels.patching.graph._checkpoint import checkpointed_parts
 from transformer_kernels.patching.graph._constants import Constants, Stored
+from transformer_kernels.patching.graph._encoder_layer import PATTERNS as ENCODER_LAYERS
+from transformer_kernels.patching.graph._equal import merge_equal
 from transformer_kernels.patching.graph._match import TRANSPARENT, Found, Matcher
 from transformer_kernels.patching.graph._multi_head import PATTERNS as MULTI_HEAD
 from transformer_kernels.patching.graph._rules import OVERRIDES, RULES
 from transformer_kernels.patching.graph._writes import Writes
 
-PATTERNS: tuple[Pattern, ...] = (*ATTENTIONS, *MULTI_HEAD, *ROTARY, *NORMS, *ACTIVATIONS, *CALLS)
+PATTERNS: tuple[Pattern, ...] = (*ATTENTIONS, *MULTI_HEAD, *ENCODER_LAYERS, *ROTARY, *NORMS, *ACTIVATIONS, *CALLS)
 
-NAMED = {"softmax": "softmax", "sdpa": "attention", "mha": "attention", "layer_norm": "layer_norm",
-         "rms_norm": "rms_norm", "gelu": "gelu", "silu": "silu", "cross_entropy": "cross_entropy"}  # fmt: skip
+NAMED = {"sdpa": "attention", "mha": "attention"} | {
+    name: name for name in ["softmax", "encoder_layer", "layer_norm", "rms_norm", "gelu", "silu", "cross_entropy"]
+}
 """What is reported where it is left to PyTorch."""
 
 
@@ -87,6 +90,7 @@ class Rewriter:
         self.graph, self.trains, self.backend, self.outcome = graph, trains, backend, Outcome()
         self.regions = _regions(graph)
         self.writes = Writes(graph)
+        merge_equal(graph, self.writes, self.regions)
         self.constants = Constants(graph, self.writes)
         self.canonical = Canonical(self.constants.number, RULES, OVERRIDES)
         self.matcher = Matcher(self.canonical)
@@ -132,7 +136,7 @@ class Rewriter:
                 return "autocast or the gradient mode changes inside it"
             if self.writes.touches(node):
                 return "a value inside it is written to in place"
-            if node in (found.root, shared) or self.canonical.of(node).op in TRANSPARENT:
+            if node in (found.root, shared) or self._is_transparent(node, inner - {shared}):
                 continue
             if any(user not in inner for user in node.users):
                 return f"the value {node.name} inside it is used elsewhere too"
@@ -142,6 +146,12 @@ class Rewriter:
             if self.trains and self.writes.after(leaf, found.root):
                 return f"its input {leaf.name}, which is kept for the backward pass, is written to later"
         return None
+
+    def _is_transparent(self, node: fx.Node, inner: set[Any]) -> bool:
+        """Whether a node is a cast or a copy of an input of the match, which may be used elsewhere too."""
+        while node in inner and (expression := self.canonical.of(node)).op in TRANSPARENT:
+            node = expression.args[0]
+        return node not in inner
 
     def _replace(self, pattern: Pattern, found: Found, replacement: Replacement) -> None:
         root, shared = found.root, found.bound.get(pattern.shared)

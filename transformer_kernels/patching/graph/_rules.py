@@ -17,11 +17,13 @@ from transformer_kernels.patching.graph._canonical import (
     Expr,
     Rule,
     fake,
+    is_same,
     is_tensor,
     name_of,
     number,
     same_shape,
 )
+from transformer_kernels.patching.graph._encoder_layer import PARAMETERS as ENCODER_LAYER
 
 
 def _last(dim: Any, x: Any) -> bool:
@@ -245,12 +247,62 @@ def _transpose(c: Canonical, node: fx.Node, input: Any, dim0: Any = 0, dim1: Any
     count = fake(input).dim()
     axes = list(range(count))
     axes[dim0 % count], axes[dim1 % count] = axes[dim1 % count], axes[dim0 % count]
-    return Expr("permute", (input, tuple(axes)))
+    return _permute(c, node, input, *axes)
 
 
 def _permute(c: Canonical, node: fx.Node, input: Any, *dims: Any) -> Expr | None:
     dims = tuple(dims[0]) if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
-    return Expr("permute", (input, tuple(dim % len(dims) for dim in dims)))
+    axes = tuple(dim % len(dims) for dim in dims)
+    inner, via = _inside_copies(c, input)
+    if inner.op != "repeat":
+        return Expr("permute", (input, axes))
+    x, count, axis = inner.args
+    order = axes
+    if isinstance(x, Expr):
+        x, order = x.args[0], tuple(x.args[1][before] for before in axes)
+    return Expr("repeat", (Expr("permute", (x, order)), count, axes.index(axis)), via)
+
+
+def _inside_copies(c: Canonical, node: Any) -> tuple[Expr, tuple[fx.Node, ...]]:
+    """The expression of a node under `contiguous` and the like, and the nodes between it and its arguments."""
+    via: tuple[fx.Node, ...] = ()
+    while isinstance(node, fx.Node):
+        inner = c.of(node)
+        via = (*via, node, *inner.via)
+        if inner.op != "id":
+            return inner, via
+        node = inner.args[0]
+    return OPAQUE, ()
+
+
+def _repeat_interleave(
+    c: Canonical, node: fx.Node, input: Any, repeats: Any, dim: Any = None, output_size: Any = None
+) -> Expr | None:
+    if not isinstance(repeats, int) or not isinstance(dim, int):
+        return None
+    return Expr("repeat", (input, repeats, dim % fake(input).dim()))
+
+
+def _expanded(c: Canonical, node: fx.Node, expanded: Any) -> Expr | None:
+    """x[:, :, None].expand(-1, -1, n, -1, -1).flatten(1, 2): repeats every head n times."""
+    if not isinstance(expanded, fx.Node) or name_of(expanded) not in ("expand", "expand_as"):
+        return None
+    source: Any = expanded.args[0]
+    if not is_tensor(source) or name_of(source) not in ("unsqueeze", "getitem") or not is_tensor(source.args[0]):
+        return None
+    x, one, many, joined = (fake(each).shape for each in (source.args[0], source, expanded, node))
+    if len(x) + 1 != len(one) or len(one) != len(many):
+        return None
+    if name_of(source) == "getitem" and not all(each in (None, Ellipsis, slice(None)) for each in source.args[1]):
+        return None
+    new = [axis for axis in range(len(one)) if is_same(one[axis], 1) and not is_same(many[axis], 1)]
+    if len(new) != 1 or new[0] == 0 or not isinstance(count := many[new[0]], int):
+        return None
+    axis = new[0] - 1
+    wanted = (*many[:axis], many[axis] * count, *many[axis + 2 :])
+    if not same_shape(x, (*many[: axis + 1], *many[axis + 2 :])) or not same_shape(joined, wanted):
+        return None
+    return Expr("repeat", (source.args[0], count, axis), (expanded, source))
 
 
 def _getattr(c: Canonical, node: fx.Node, input: Any, name: Any) -> Expr | None:
@@ -375,7 +427,7 @@ def _flatten(c: Canonical, node: fx.Node, input: Any, *_: Any, **__: Any) -> Exp
     joins = pairs.op in ("stack_last", "as_real") and fake(node).dim() == fake(input).dim() - 1
     if joins and same_shape(fake(node).shape[:-1], fake(input).shape[:-2]):
         return Expr("pairs" if pairs.op == "stack_last" else "real_pairs", pairs.args, (input,))
-    return _view(c, node, input)
+    return _expanded(c, node, input) or _view(c, node, input)
 
 
 def _as_complex(c: Canonical, node: fx.Node, input: Any) -> Expr | None:
@@ -470,6 +522,7 @@ def _rules() -> dict[str, Rule]:
     rule("dropout feature_dropout", "input p training", _dropout)
     rule("transpose", "input dim0 dim1", _transpose)
     rules["permute"] = (tuple(f"d{i}" for i in range(8)), lambda c, node, d0, **k: _permute(c, node, d0, *k.values()))
+    rule("repeat_interleave", "input repeats dim", _repeat_interleave)
     rule("getattr", "input name", _getattr)
     rule("mean", "input dim keepdim", _mean)
     rule("sum", "input dim keepdim", _sum)
@@ -490,6 +543,8 @@ def _rules() -> dict[str, Rule]:
         tuple(inspect.signature(F.multi_head_attention_forward).parameters),
         _multi_head,
     )
+    rule("_transformer_encoder_layer_fwd", " ".join(ENCODER_LAYER), lambda c, node, mask=None, kind=None, **given: Expr(
+        "encoder_layer", (*(given[name] for name in ENCODER_LAYER[:-2]), mask, kind)))  # fmt: skip
     rule("cross_entropy", "input target weight size_average ignore_index reduce reduction label_smoothing",
          _cross_entropy)  # fmt: skip
     rule("cat concat", "tensors dim", _cat)

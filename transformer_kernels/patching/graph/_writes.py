@@ -82,6 +82,11 @@ class Writes:
         """Whether a node's memory is written to in place somewhere in the graph."""
         return any(storage in self._unsafe for storage in _storages(fake(node)))
 
+    def escapes(self, node: fx.Node) -> bool:
+        """Whether a node's memory is returned, or passed to a function that may keep it or write to it."""
+        sharing = (each for storage in _storages(fake(node)) for each in self._storages[storage])
+        return any(user.op == "output" or _may_write(user) for each in (node, *sharing) for user in each.users)
+
     def between(self, node: fx.Node, first: fx.Node, last: fx.Node) -> bool:
         """Whether a node's memory may change after `first` and before `last`."""
         begin, end = self.position(first), self.position(last)

@@ -1,0 +1,42 @@
+"""Equal computations of a graph become one: masks that each layer derives alike are prepared once for all layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, fx
+
+from transformer_kernels.patching.graph._canonical import fake, name_of
+from transformer_kernels.patching.graph._constants import DETERMINISTIC
+from transformer_kernels.patching.graph._writes import Writes
+
+
+def merge_equal(graph: fx.Graph, writes: Writes, regions: dict[fx.Node, int]) -> None:
+    """Replace a node by an earlier one with the same operator and arguments, where nothing can tell them apart.
+
+    Only values without a gradient, in memory that is never written to and that does not leave the graph.
+    """
+    known: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op not in ("call_function", "call_method") or name_of(node) not in DETERMINISTIC:
+            continue
+        value = fake(node)
+        if not isinstance(value, Tensor) or value.requires_grad:
+            continue
+        if writes.escapes(node) or any(writes.touches(each) for each in (node, *node.all_input_nodes)):
+            continue
+        first = known.setdefault((node.op, node.target, regions[node], _key((node.args, node.kwargs))), node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+
+
+def _key(value: Any) -> Any:
+    """Arguments as a hashable value; 1, 1.0 and True differ."""
+    if isinstance(value, dict):
+        return tuple((name, _key(each)) for name, each in sorted(value.items()))
+    if isinstance(value, (tuple, list)):
+        return tuple(_key(each) for each in value)
+    if isinstance(value, slice):
+        return slice, _key((value.start, value.stop, value.step))
+    return value if isinstance(value, fx.Node) else (type(value), repr(value))
