@@ -82,7 +82,7 @@ gpu-plan: $(VENV)/.test
 
 # What a GPU's record would otherwise compile there, for TRANSFORMER_KERNELS_CUDA_ARCHS (90a): in runs/gpu-kit.
 gpu-kit: $(VENV)/.test
-	$(BIN)/python -m benchmarks.gpu_kit
+	$(BIN)/python -m benchmarks.gpu.kit $(KIT)
 
 # The smaller record of a machine without a GPU, merged into the folder of this processor in benchmarks/results.
 # Twelve minutes; leave the machine alone.

@@ -12,6 +12,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -25,6 +26,8 @@ from transformer_kernels.verification import DTYPES
 VARIABLE = "BENCHMARK_EVIDENCE"
 STRUCK = "BENCHMARK_STRUCK"
 """A variable with a JSON list of [operation, backend, dtype] whose tests are left out."""
+KNOWN = "BENCHMARK_KNOWN"
+"""A variable that names a file with a JSON list of tests, which are left out: they have a result."""
 KERNELS = "kernels"
 """The property of a test's report with the kernels that it executed."""
 TESTS = "tests.jsonl"
@@ -34,9 +37,10 @@ RAN = ("passed", "failed", "skipped")
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests of struck kernels, and put the first test of each kernel and dtype before the others."""
+    """Leave out known tests and those of struck kernels; put the first of each kernel and dtype before the others."""
     struck = {tuple(each) for each in json.loads(os.environ.get(STRUCK, "[]"))}
-    left_out = [item for item in items if _named(item.nodeid) & struck]
+    known = set(json.loads(Path(os.environ.get(KNOWN, os.devnull)).read_text() or "[]"))
+    left_out = [item for item in items if item.nodeid in known or _named(item.nodeid) & struck]
     config.hook.pytest_deselected(items=left_out)
     first, rest, seen = [], [], set()
     for item in items:

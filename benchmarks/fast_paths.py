@@ -1,6 +1,6 @@
 """Every fast path of GPU attention with the path on and off, in one process: `keep` from 1.1x on, else `delete`.
 
-    python -m benchmarks.fast_paths --out DIR [--path 3]    all or one; appends to fast_paths.jsonl, a line per call
+    python -m benchmarks.fast_paths --out DIR [--begin 3]   all from one on; appends a line per call to fast_paths.jsonl
 
 A path is a kernel, or a table of tiles, without which another one of the same backend runs the same call.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from benchmarks import timing
 from transformer_kernels import ops
 from transformer_kernels.backends import dispatch
 from transformer_kernels.backends.dispatch import unavailable
+from transformer_kernels.backends.triton import capability
 from transformer_kernels.ops.attention import _compiled, _tiles, _triton
 from transformer_kernels.ops.attention._tiles import Body, Kernel
 
@@ -196,12 +198,15 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure all paths; status 1 if a result was wrong."""
     parser = argparse.ArgumentParser("python -m benchmarks.fast_paths", description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--path", type=int, help="only the path of this number")
+    parser.add_argument("--begin", type=int, default=0, help="the number of the first path")
+    parser.add_argument("--current", type=Path, default=os.devnull, help="a file for the number of the current path")
+    parser.add_argument("--device", type=torch.device, default="cuda")
     chosen = parser.parse_args(arguments)
-    device = torch.device("cuda")
-    wrong, listed = 0, paths(torch.cuda.get_device_capability(device))
+    device = chosen.device
+    wrong, listed = 0, paths(capability(device))
     with open(chosen.out / RESULTS, "a") as file:
-        for path in listed if chosen.path is None else [listed[chosen.path]]:
+        for number, path in enumerate(listed[chosen.begin :], start=chosen.begin):
+            chosen.current.write_text(str(number))
             if (reason := unavailable(path.backend, device)) is not None:
                 print(f"{path.backend}: {path.name}: skipped, {reason}", flush=True)
                 continue

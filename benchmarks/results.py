@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import environment, evidence, fast_paths, gpu
+from benchmarks.gpu.summary import broken_off, is_whole, summary
 from benchmarks.measure import Row, identity
 from benchmarks.runner import ENVIRONMENT, ROWS, read_lines
 from benchmarks.steps import HEADLINE, LABELS
@@ -83,12 +84,12 @@ def merge(source: Path, results: Path | None = None) -> Path:
     (folder / ENVIRONMENT).write_text(json.dumps(described, indent=2) + "\n")
     tests, smoke = read_lines(source / evidence.TESTS), read_lines(source / gpu.VERDICTS)
     if tests or smoke:
-        verdicts = evidence.verdicts(tests, described, smoke, gpu.is_whole(source))
+        verdicts = evidence.verdicts(tests, described, smoke, is_whole(source))
         merged = merged_verdicts(_json_list(folder / KERNELS), verdicts)
         (folder / KERNELS).write_text(json.dumps(merged, indent=2) + "\n")
-        described_tests = evidence.summary(tests) | {"broken off": gpu.broken_off(source)}
+        described_tests = evidence.summary(tests) | {"broken off": broken_off(source)}
         (folder / TEST_SUMMARY).write_text(json.dumps(described_tests, indent=2) + "\n")
-        (folder / gpu.SUMMARY).write_text(gpu.summary(source) + "\n")
+        (folder / gpu.SUMMARY).write_text(summary(source) + "\n")
     if (source / fast_paths.RESULTS).is_file():
         shutil.copy(source / fast_paths.RESULTS, folder)
     return folder

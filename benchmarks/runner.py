@@ -28,7 +28,7 @@ from benchmarks.plan import PARTS, Task, chosen, plan
 ROWS = "rows.jsonl"
 ENVIRONMENT = "environment.json"
 LONGEST_TASK = 150.0
-"""Seconds after which a task counts as hung."""
+"""Seconds after which a task counts as hung, unless given."""
 SECONDS_PER_ROW = {"cuda": 0.1, "cpu": 0.2}
 
 
@@ -171,9 +171,15 @@ def recorded_rows(device: torch.device) -> list[Row]:
 
 
 def supervise(
-    device: torch.device, out: Path, seconds: float, options: Sequence[str] = (), log: Any = None, most_deaths: int = 12
+    device: torch.device,
+    out: Path,
+    seconds: float,
+    options: Sequence[str] = (),
+    log: Any = None,
+    most_deaths: int = 12,
+    longest: float = LONGEST_TASK,
 ) -> None:
-    """Run workers until the plan is finished or `seconds` have passed."""
+    """Run workers until the plan is finished or `seconds` have passed; a task of more than `longest` counts as hung."""
     budget = Budget(seconds)
     deadline = time.time() + seconds
     with tempfile.TemporaryDirectory() as folder:
@@ -182,7 +188,7 @@ def supervise(
         command += ["--deadline", repr(deadline), "--current", str(current), *options]
         for _ in range(most_deaths):
             process = subprocess.Popen(command, cwd=environment.ROOT, stderr=log)
-            reason = _watch(process, current, budget)
+            reason = watch(process, current, budget, longest)
             if reason is None or budget.left() <= 0.0:
                 return
             if not current.is_file():
@@ -192,15 +198,15 @@ def supervise(
             current.unlink()
 
 
-def _watch(process: subprocess.Popen[Any], current: Path, budget: Budget) -> str | None:
-    """Wait for a worker; the reason of its failure, or None."""
+def watch(process: subprocess.Popen[Any], current: Path, budget: Budget, longest: float) -> str | None:
+    """Wait for a worker that writes the file `current` before each task; the reason of its failure, or None."""
     try:
         while process.poll() is None:
             time.sleep(0.05)
             if budget.left() <= 0.0:
                 return None
-            if current.is_file() and time.time() - current.stat().st_mtime > LONGEST_TASK:
-                return f"took more than {LONGEST_TASK:.0f} seconds"
+            if current.is_file() and time.time() - current.stat().st_mtime > longest:
+                return f"took more than {longest:.0f} seconds"
     finally:
         if process.poll() is None:
             process.kill()

@@ -10,7 +10,7 @@ import json
 
 import torch
 
-from benchmarks import gpu
+from benchmarks.gpu import BACKENDS
 from transformer_kernels import verification
 from transformer_kernels.backends import dispatch
 
@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     struck = {tuple(each) for each in chosen.strike}
     ran = 0
-    for backend in gpu.BACKENDS:
+    for backend in BACKENDS:
         if dispatch.unavailable(backend, chosen.device) is not None:
             continue
         for case in verification.cases(dtypes=("float32", "bfloat16")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import shlex
@@ -301,3 +302,38 @@ def test_it_installs_without_a_network(tmp_path):
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     assert (tmp_path / "installed" / "transformer_kernels" / "__init__.py").is_file()
+
+
+SOURCES = {
+    "cuda/module.cpp": "namespace transformer_kernels { int exported() { return 1; } }",
+    "cuda/build_info.cpp": "",
+    "cuda/whole.cu": 'namespace transformer_kernels { int exported(); } extern "C" int whole() '
+    "{ return transformer_kernels::exported(); }",
+    "cuda/broken.cu": "#error planted",
+    "cuda/needs_broken.cu": 'namespace transformer_kernels { int broken(); } extern "C" int needs_broken() '
+    "{ return transformer_kernels::broken(); }",
+}
+
+
+@needs_compiler
+def test_a_source_that_fails_costs_itself_and_what_needs_it(tmp_path):
+    """On a machine lent for minutes the other kernels are tested; an installation is all or nothing."""
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text('#!/bin/sh\nfor last; do :; done\nfor each; do case "$each" in *.cu) source=$each ;; esac; done\n')
+    with open(nvcc, "a") as file:
+        file.write('exec g++ -fPIC -x c++ -c "$source" -o "$last"\n')
+    nvcc.chmod(0o755)
+    csrc, library = tmp_path / "csrc", tmp_path / "lib"
+    (csrc / "cuda").mkdir(parents=True)
+    library.mkdir()
+    (library / "libcudart_static.a").write_bytes(b"!<arch>\n")
+    for name, text in SOURCES.items():
+        (csrc / name).write_text(text + "\n")
+    toolkit = build.Toolkit(nvcc, library=[library])
+    with pytest.raises(build.BuildError, match="planted"):
+        build.build_cuda(tmp_path / "all", toolkit, "90a", csrc)
+    failed = []
+    built = ctypes.CDLL(str(build.build_cuda(tmp_path / "some", toolkit, "90a", csrc, failed)))
+    assert len(failed) == 1 and "planted" in failed[0]
+    assert built.whole() == 1 and not hasattr(built, "needs_broken")

@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from benchmarks import evidence, gpu
-from benchmarks.gpu import Step
+from benchmarks.gpu import session, steps, summary
+from benchmarks.gpu.__main__ import main
+from benchmarks.gpu.session import Session, Step, record
 from benchmarks.plan import Task, chosen
-from benchmarks.runner import append, read_lines
+from benchmarks.runner import ROWS, append, read_lines
 from transformer_kernels import verification
 
 CPU = torch.device("cpu")
@@ -31,7 +33,7 @@ def program(code, seconds=5.0):
 
 
 def write(session, name):
-    append(session.folder / gpu.ROWS, {"step": name})
+    append(session.folder / ROWS, {"step": name})
     return ""
 
 
@@ -42,27 +44,27 @@ def outcomes(folder):
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch):
     """Rows of these tests are no rows of the plan."""
-    monkeypatch.setattr(gpu, "table", lambda rows: [])
+    monkeypatch.setattr(summary, "table", lambda rows: [])
 
 
 def test_a_step_that_hangs_faults_or_raises_costs_itself_only(tmp_path):
     def wrong(session, limit):
         raise ValueError("planted")
 
-    steps = (
+    listed = (
         Step("hangs", 0.5, program("import time; time.sleep(60)")),
         Step("faults", 5, program("import os; os.abort()")),
         Step("raises", 5, wrong),
         Step("writes", 5, lambda session, limit: write(session, "writes")),
     )
-    assert gpu.record(steps, CPU, tmp_path) == 1
+    assert record(listed, CPU, tmp_path) == 1
     assert outcomes(tmp_path) == {
         "hangs": "status None",
         "faults": "status -6",
         "raises": "ValueError: planted",
         "writes": "",
     }
-    assert read_lines(tmp_path / gpu.ROWS) == [{"step": "writes"}]
+    assert read_lines(tmp_path / ROWS) == [{"step": "writes"}]
 
 
 def test_what_a_hung_step_started_ends_with_it(tmp_path):
@@ -73,7 +75,7 @@ def test_what_a_hung_step_started_ends_with_it(tmp_path):
         print(child.pid, flush=True)
         time.sleep(60)
     """
-    gpu.record((Step("hangs", 5, program(code)),), CPU, tmp_path)
+    record((Step("hangs", 5, program(code)),), CPU, tmp_path)
     pid = int(next(line for line in (tmp_path / gpu.LOG).read_text().splitlines() if line.isdigit()))
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
@@ -89,17 +91,17 @@ CALL = """
     import sys, time
     from pathlib import Path
     import torch
-    from benchmarks import gpu
-    from benchmarks.gpu import Step
+    from benchmarks.gpu import summary
+    from benchmarks.gpu.session import ROWS, Step, append, record
 
     def slow(session, limit):
-        gpu.append(session.folder / gpu.ROWS, {"step": "slow"})
+        append(session.folder / ROWS, {"step": "slow"})
         time.sleep(60 if sys.argv[2] == "hang" else 0)
         return ""
 
-    gpu.table = lambda rows: []
-    first = Step("quick", 5, lambda session, limit: gpu.append(session.folder / gpu.ROWS, {"step": "quick"}) or "")
-    gpu.record((first, Step("slow", 60, slow)), torch.device("cpu"), Path(sys.argv[1]))
+    summary.table = lambda rows: []
+    first = Step("quick", 5, lambda session, limit: append(session.folder / ROWS, {"step": "quick"}) or "")
+    record((first, Step("slow", 60, slow)), torch.device("cpu"), Path(sys.argv[1]))
 """
 
 
@@ -107,21 +109,21 @@ def test_a_call_that_is_killed_is_continued_by_the_next(tmp_path):
     command = [sys.executable, "-c", textwrap.dedent(CALL), str(tmp_path)]
     process = subprocess.Popen([*command, "hang"], stdout=subprocess.DEVNULL, start_new_session=True)
     deadline = time.monotonic() + 60
-    while len(read_lines(tmp_path / gpu.ROWS)) < 2 and time.monotonic() < deadline:
+    while len(read_lines(tmp_path / ROWS)) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    assert gpu.broken_off(tmp_path) == ["slow"]
-    assert "broken off: slow" in gpu.summary(tmp_path)
+    assert summary.broken_off(tmp_path) == ["slow"]
+    assert "broken off: slow" in summary.summary(tmp_path)
     subprocess.run([*command, "go on"], check=True, stdout=subprocess.DEVNULL)
-    assert [line["step"] for line in read_lines(tmp_path / gpu.ROWS)] == ["quick", "slow", "slow"]
-    assert gpu.broken_off(tmp_path) == [] and outcomes(tmp_path) == {"quick": "", "slow": ""}
+    assert [line["step"] for line in read_lines(tmp_path / ROWS)] == ["quick", "slow", "slow"]
+    assert summary.broken_off(tmp_path) == [] and outcomes(tmp_path) == {"quick": "", "slow": ""}
 
 
 def test_a_call_ends_at_its_limit(tmp_path, capsys):
-    steps = (Step("long", 60, program("import time; time.sleep(60)", 60.0)), Step("later", 5, lambda *_: ""))
+    listed = (Step("long", 60, program("import time; time.sleep(60)", 60.0)), Step("later", 5, lambda *_: ""))
     begun = time.monotonic()
-    gpu.record(steps, CPU, tmp_path, seconds=3.0)
+    record(listed, CPU, tmp_path, seconds=3.0)
     assert time.monotonic() - begun < 10.0
     assert "later: not begun" in capsys.readouterr().out
     assert set(outcomes(tmp_path)) == {"long"}
@@ -136,7 +138,7 @@ def test_a_kernel_that_is_wrong_in_one_dtype_is_struck_in_that_dtype_from_later_
     for dtype in verification.DTYPES:
         append(tmp_path / gpu.VERDICTS, verdict("gelu", "cuda", dtype, "wrong" if dtype == "bfloat16" else "passed"))
     seen = []
-    gpu.record((Step("asks", 5, lambda session, limit: seen.append(session.struck) or ""),), CPU, tmp_path)
+    record((Step("asks", 5, lambda session, limit: seen.append(session.struck) or ""),), CPU, tmp_path)
     assert seen == [{("gelu", "cuda", "bfloat16")}]
 
     def task(candidate, dtype, op="gelu"):
@@ -168,8 +170,8 @@ def run_suite(tmp_path, *arguments, struck=()):
     """The results of a small suite under the plugin, in the order of the tests, and the verdicts."""
     file = tmp_path / "test_gelu.py"
     file.write_text(SUITE)
-    session = gpu.Session(CPU, tmp_path, time.monotonic() + 100, set(struck))
-    gpu.pytest(str(file), "-p", "no:randomly", *arguments, workers=1)(session, 90)
+    session = Session(CPU, tmp_path, time.monotonic() + 100, set(struck))
+    steps.pytest(str(file), "-p", "no:randomly", *arguments, workers=1)(session, 90)
     tests = [test for test in read_lines(tmp_path / evidence.TESTS) if test["test"] != evidence.FINISHED]
     described = dict.fromkeys(("device", "torch", "triton", "driver", "commit", "date"), "x")
     smoke = [verdict("gelu", "triton", dtype, "passed") for dtype in ("float32", "bfloat16")]
@@ -206,7 +208,7 @@ def test_the_last_result_of_a_test_counts():
         {"test": "tests/ops/test_gelu.py::test_b[cuda]", "outcome": outcome, "why": "", "kernels": []}
         for outcome in ("failed", "passed")
     ]
-    assert gpu.failed_tests(tests) == [] and gpu.failed_tests(tests[::-1]) == [tests[0]["test"]]
+    assert summary.failed_tests(tests) == [] and summary.failed_tests(tests[::-1]) == [tests[0]["test"]]
 
 
 def test_the_executed_kernels_of_a_test_are_noted(tmp_path):
@@ -216,8 +218,8 @@ def test_the_executed_kernels_of_a_test_are_noted(tmp_path):
         "def test_any():\n    tk.gelu(torch.ones(2, 8), backend='cuda')\n"
         "def test_again():\n    tk.gelu(torch.ones(2, 8), backend='cuda')\n"
     )
-    session = gpu.Session(CPU, tmp_path, time.monotonic() + 300)
-    gpu.pytest(str(file), workers=1)(session, 280)
+    session = Session(CPU, tmp_path, time.monotonic() + 300)
+    steps.pytest(str(file), workers=1)(session, 280)
     tests = [test for test in read_lines(tmp_path / evidence.TESTS) if test["test"] != evidence.FINISHED]
     if tests[0]["outcome"] != "passed":
         pytest.skip(f"the emulation is not available: {tests[0]['why'][-200:]}")
@@ -225,17 +227,17 @@ def test_the_executed_kernels_of_a_test_are_noted(tmp_path):
 
 
 def test_the_planned_seconds_fit_both_calls(capsys):
-    assert sum(step.seconds for step in gpu.FIRST) <= 440 and sum(step.seconds for step in gpu.SECOND) <= 350
-    assert gpu.main(["--plan"]) == 0
+    assert sum(step.seconds for step in steps.FIRST) <= 440 and sum(step.seconds for step in steps.SECOND) <= 350
+    assert main(["--plan"]) == 0
     assert "first call: 440 s" in capsys.readouterr().out
 
 
 def test_what_returns_is_few_and_small(tmp_path):
     folder, out = tmp_path / "in", tmp_path / "out"
     folder.mkdir()
-    for name in gpu.FILES:
-        (folder / name).write_text("x" * (gpu.MAX_LOG + 7 if name == gpu.LOG else 9))
-    gpu.copy_out(folder, out)
+    for name in session.FILES:
+        (folder / name).write_text("x" * (session.MAX_LOG + 7 if name == gpu.LOG else 9))
+    session.copy_out(folder, out)
     files = list(out.rglob("*"))
-    assert len(files) == 7 and all(file.stat().st_size <= gpu.MAX_LOG for file in files)
-    assert json.loads(json.dumps(gpu.plan_text()))
+    assert len(files) == 7 and all(file.stat().st_size <= session.MAX_LOG for file in files)
+    assert json.loads(json.dumps(steps.plan_text()))

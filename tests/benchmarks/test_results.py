@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import cli, evidence, gpu, results
 from benchmarks.compilers import status
+from benchmarks.gpu.summary import is_whole
 from benchmarks.measure import identity
 from benchmarks.plots import draw_all, roofline
 from benchmarks.report import report
@@ -150,10 +151,10 @@ def test_the_report_gathers_everything():
 def test_a_verdict_is_complete_only_if_the_parity_suite_ended_by_itself(tmp_path, events, whole):
     for event, wrong in events:
         append(tmp_path / gpu.STEPS, {"step": "parity", "event": event, "wrong": wrong})
-    assert gpu.is_whole(tmp_path) is whole
+    assert is_whole(tmp_path) is whole
     test = {"test": "tests/ops/test_gelu.py::test_a[cuda-float32]", "outcome": "passed"}
     smoke = {"op": "gelu", "backend": "cuda", "dtype": "float32", "outcome": "passed"}
-    (verdict,) = evidence.verdicts([test], ENVIRONMENT, [smoke], gpu.is_whole(tmp_path))
+    (verdict,) = evidence.verdicts([test], ENVIRONMENT, [smoke], is_whole(tmp_path))
     assert verdict["complete"] is whole
 
 

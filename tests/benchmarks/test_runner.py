@@ -58,7 +58,7 @@ def test_work_stops_when_the_time_is_over_and_goes_on_where_it_was(tmp_path):
 )
 def test_how_a_worker_ended(tmp_path, code, reason):
     process = subprocess.Popen([sys.executable, "-c", code])
-    assert runner._watch(process, tmp_path / "current", runner.Budget(30.0)) == reason
+    assert runner.watch(process, tmp_path / "current", runner.Budget(30.0), 20.0) == reason
 
 
 def test_record_merge_plot_from_the_command_line(tmp_path, monkeypatch, capsys):

@@ -40,6 +40,17 @@ def program(name, build):
     return executable
 
 
+def compile_for_device(name, architecture, executable):
+    """The executable of tests/emulation/<name>.cu for a GPU, by nvcc."""
+    toolkit = _build.find_toolkit()
+    if toolkit is None:
+        raise _build.CompilerMissing(_build.NO_NVCC)
+    includes = [f"-I{path}" for path in (_build.CSRC, HERE, *toolkit.include)]
+    libraries = [f"-L{path}" for path in toolkit.library]
+    command = [str(toolkit.nvcc), "-std=c++17", "-O3", *_build.gencode_flags(architecture)[0], *includes, *libraries]
+    _run([*command, str(HERE / f"{name}.cu"), "-o", str(executable)])
+
+
 def _run(command):
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, f"{shlex.join(command)}\n{result.stderr[-3000:]}"

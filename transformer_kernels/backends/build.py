@@ -236,18 +236,51 @@ class Step:
 
 
 def _make(objects: list[Step], linking: Step, jobs: int | None = None) -> Path:
-    """Runs the steps that are not current, the largest sources first, and then links."""
-    longest_first = sorted(objects, key=lambda step: -step.inputs[0].stat().st_size)
-    with ThreadPoolExecutor(jobs or _jobs()) as pool:
-        running = [pool.submit(step.run) for step in longest_first]
-        try:
-            for each in running:
-                each.result()
-        except BuildError:
-            pool.shutdown(cancel_futures=True)
-            raise
+    """Runs the steps that are not current, and then links."""
+    _compile(objects, jobs)
     linking.run()
     return linking.target
+
+
+def _compile(objects: list[Step], jobs: int | None = None, failed: list[str] | None = None) -> list[Step]:
+    """Runs the steps that are not current, the largest sources first; returns those that succeeded.
+
+    The first error is raised, and the remaining steps are dropped; or with a list `failed`, all errors are added.
+    """
+    longest_first = sorted(objects, key=lambda step: -step.inputs[0].stat().st_size)
+    with ThreadPoolExecutor(jobs or _jobs()) as pool:
+        running = {pool.submit(step.run): step for step in longest_first}
+        for each, step in running.items():
+            try:
+                each.result()
+            except BuildError as error:
+                if failed is None:
+                    pool.shutdown(cancel_futures=True)
+                    raise
+                failed.append(str(error))
+                objects = [other for other in objects if other is not step]
+    return objects
+
+
+def _linkable(objects: list[Step]) -> list[Step]:
+    """The objects whose symbols of this package are defined by one another: others would not load."""
+    tables = {step.target: _symbols(step.target) for step in objects}
+    while True:
+        defined = set().union(*(tables[step.target][0] for step in objects))
+        kept = [step for step in objects if tables[step.target][1] <= defined]
+        if len(kept) == len(objects):
+            return kept
+        objects = kept
+
+
+def _symbols(target: Path) -> tuple[set[str], set[str]]:
+    """The symbols of this package that an object defines, and those that it needs."""
+    listed = subprocess.run(["nm", str(target)], capture_output=True, text=True, check=True).stdout
+    found: tuple[set[str], set[str]] = (set(), set())
+    for *_, kind, name in (line.split() for line in listed.splitlines() if len(line.split()) > 1):
+        if "transformer_kernels" in name:
+            found[kind == "U"].add(name)
+    return found
 
 
 def _jobs() -> int:
@@ -266,8 +299,14 @@ def _compression(nvcc: Path) -> list[str]:
     return ["--compress-mode=size"] if release and int(release[1]) >= 13 else []
 
 
-def build_cuda(folder: Path, toolkit: Toolkit, architectures: str, csrc: Path = CSRC) -> Path:
-    """Builds the extension for GPUs in `folder` and returns its path."""
+def build_cuda(
+    folder: Path, toolkit: Toolkit, architectures: str, csrc: Path = CSRC, failed: list[str] | None = None
+) -> Path:
+    """Builds the extension for GPUs in `folder` and returns its path.
+
+    With a list `failed`, sources that do not compile are left out with those that need them, and their errors are added
+    to the list: for a machine on which the other kernels are to be tested.
+    """
     if not toolkit.library:
         raise CompilerMissing(
             f"libcudart_static.a was not found beside {toolkit.nvcc}: install the CUDA runtime's development files"
@@ -288,7 +327,12 @@ def build_cuda(folder: Path, toolkit: Toolkit, architectures: str, csrc: Path = 
     objects.append(Step.compile(folder / "module.o", csrc / "cuda" / "module.cpp", host))
     objects.append(Step.compile(folder / "build_info.o", csrc / "cuda" / "build_info.cpp", [*host, *info]))
     libraries = [*(f"-L{path}" for path in toolkit.library), "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
-    return _make(objects, _link(compiler, objects, folder / f"_kernels{EXTENSION_SUFFIX}", libraries, release=True))
+    objects = _compile(objects, failed=failed)
+    if failed:
+        objects = _linkable(objects)
+    linking = _link(compiler, objects, folder / f"_kernels{EXTENSION_SUFFIX}", libraries, release=True)
+    linking.run()
+    return linking.target
 
 
 def _link(compiler: list[str], objects: list[Step], target: Path, libraries: list[str], release: bool = False) -> Step:

@@ -37,6 +37,9 @@ SIZES = {"rows": ((12, 64), (5, 1030), (3, 9000)), "attention": ((33, 64), (300,
 PASSED, WRONG, FAILED, HUNG, FAULTED, UNSUPPORTED = "passed", "wrong", "failed", "hung", "faulted", "unsupported"
 BAD = (WRONG, FAILED, HUNG, FAULTED)
 PASSES = ("forward", "backward")
+OWN_GROUP: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
+"""How a process starts that is ended with all that it starts: in the same session where Python can do that, so that it
+does not outlive a session that is killed, and keep the device."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,7 @@ def run_case(case: Case, backend: str, device: torch.device) -> Iterator[Verdict
     try:
         torch.manual_seed(0)
         outputs = _outputs(function(**tensors, **options, backend=backend))
-        _synchronize(device)
+        synchronize(device)
     except (BackendUnavailable, UnsupportedByBackend) as error:
         yield from (Verdict(**named, direction=direction, outcome=UNSUPPORTED, why=str(error)) for direction in PASSES)
         return
@@ -148,7 +151,7 @@ def run_case(case: Case, backend: str, device: torch.device) -> Iterator[Verdict
     names = [name for name, value in tensors.items() if value.requires_grad]
     cotangents = [torch.ones_like(output) if output.dim() == 0 else _cotangent(output) for output in outputs]
     gradients = torch.autograd.grad(outputs, [tensors[name] for name in names], cotangents)
-    _synchronize(device)
+    synchronize(device)
     doubles = [cotangent.double() for cotangent in cotangents]
     exact_gradients = torch.autograd.grad(wanted, [exact[name] for name in names], doubles)
     why = _beyond(limit, list(zip(names, gradients, exact_gradients, strict=True)), LEAST_OF_GRADIENTS)
@@ -176,7 +179,8 @@ def _cotangent(output: Tensor) -> Tensor:
     return normal(*output.shape, dtype=output.dtype, device=output.device, seed=11).detach()
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait for the kernels of a device; raises the error of one that failed."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -208,6 +212,8 @@ def verify(
 ) -> list[Verdict]:
     """Run cases in processes of their own; a case that hangs or ends its process gets that verdict, the rest go on.
 
+    The other cases of a kernel that hung are not run in that dtype, and get the same verdict.
+
     Args:
         backend: the backend to verify.
         device: where the tensors are.
@@ -231,11 +237,15 @@ def verify(
             raise RuntimeError(f"verification of {backend} did not start: {reason[1]}")
         current = next((case for case in left if started and case.name == started[-1]), None)
         if reason is not None and current is not None:
-            known = {verdict.direction for verdict in news if verdict.case == current.name}
+            known = {(verdict.case, verdict.direction) for verdict in news}
+            ended = [current]
+            if reason[0] == HUNG:  # each of the kernel's other cases would cost as much
+                ended += [case for case in left if (case.op, case.dtype) == (current.op, current.dtype)]
             news += [
-                Verdict(current.op, backend, current.dtype, direction, current.name, *reason)
+                Verdict(case.op, backend, case.dtype, direction, case.name, *reason)
+                for case in dict.fromkeys(ended)
                 for direction in PASSES
-                if direction not in known
+                if (case.name, direction) not in known
             ]
         for verdict in news:
             found(verdict)
@@ -260,8 +270,8 @@ def _run_process(
             stdin=given,
             stdout=subprocess.DEVNULL,
             stderr=errors,
-            start_new_session=True,
             env={**os.environ, VARIABLE: "0"},
+            **OWN_GROUP,
         )
         try:
             while process.poll() is None:
@@ -269,7 +279,7 @@ def _run_process(
                 if time.monotonic() > deadline:
                     return None
                 if path.is_file() and time.time() - path.stat().st_mtime > case_seconds:
-                    return HUNG, f"no result after {case_seconds:.0f} s"
+                    return HUNG, f"a case had no result after {case_seconds:.0f} s"
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, 9)

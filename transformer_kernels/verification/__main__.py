@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from transformer_kernels import verification
 from transformer_kernels.verification import FAILED, PASSES, Case, Verdict, run_case
 
 
@@ -23,8 +24,7 @@ def main(backend: str, device: torch.device, path: Path, cases: list[Case]) -> N
                     file.write(json.dumps(asdict(verdict)) + "\n")
                     known.append(verdict.direction)
             except Exception as error:
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)  # raises again if the process is unusable, which ends it
+                verification.synchronize(device)  # raises again in an unusable process, which ends it
                 why = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
                 for direction in PASSES[len(known) :]:
                     failed = Verdict(case.op, backend, case.dtype, direction, case.name, FAILED, why)
