@@ -16,7 +16,7 @@ def test_sinusoidal_codes_are_sines_and_cosines():
 
 
 def test_words_integers_and_bits():
-    assert torch.equal(position_codes("word", 3, 9), torch.eye(3))
+    assert position_codes("fraction", 3, 9).tolist() == [[0], [0.5], [1]]
     assert position_codes("integer", 3, 9).tolist() == [[0], [1], [2]]
     assert position_codes("binary", 6, 9)[5].tolist() == [1, 0, 1] and position_codes("binary", 1, 9).shape == (1, 1)
 
@@ -33,7 +33,7 @@ def test_products_of_rotated_vectors_depend_on_the_distance_only():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("learned", 4, 4), "kind must be one of word, integer, binary, sinusoidal, rotary; got 'learned'"),
+        (("learned", 4, 4), "kind must be one of integer, fraction, binary, sinusoidal, rotary; got 'learned'"),
         (("rotary", 4, 3), "width must be even and positive; got 3"),
         (("sinusoidal", 0, 4), "must be at least 1; got 0 and 4"),
     ],

@@ -49,7 +49,7 @@ def _add_plots(plots: Any, command: Add, model_options: Callable[..., None]) -> 
     positions = command(plots, "positions", "plot position codes and the similarity of positions", _positions)
     positions.add_argument(
         "--kind",
-        choices=("word", "integer", "binary", "sinusoidal", "rotary"),
+        choices=("integer", "fraction", "binary", "sinusoidal", "rotary"),
         default="sinusoidal",
         help="(default: sinusoidal)",
     )

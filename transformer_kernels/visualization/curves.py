@@ -14,7 +14,7 @@ from python_ref.positions import rotary, rotary_table, sinusoidal_positions
 from transformer_kernels.training._optional import require
 from transformer_kernels.visualization.figures import new_figure, write_figure
 
-KINDS = ("word", "integer", "binary", "sinusoidal", "rotary")
+KINDS = ("integer", "fraction", "binary", "sinusoidal", "rotary")
 FAR = 1e6  # steps beyond the ends of a run
 WAVES = 4  # columns that are drawn as curves
 
@@ -22,9 +22,9 @@ WAVES = 4  # columns that are drawn as curves
 def position_codes(kind: str, length: int, width: int) -> Tensor:
     """Position codes, one row per position.
 
-    "word" has one column per position (one-hot, the position as a word of a vocabulary), "integer" one column with the
-    number, "binary" one column per bit, the lowest first, "sinusoidal" `width` columns, and "rotary" a vector of
-    `width` ones that is rotated to each position.
+    "integer" is one column with the number (the same in every column of an embedding), "fraction" the number divided by
+    that of the last position, "binary" one column per bit, the lowest first, "sinusoidal" `width` columns, and "rotary"
+    a vector of `width` ones that is rotated to each position.
 
     Args:
         length: number of positions. width: number of columns of "sinusoidal" and "rotary".
@@ -38,10 +38,8 @@ def position_codes(kind: str, length: int, width: int) -> Tensor:
         raise ValueError(f"positions: kind must be one of {', '.join(KINDS)}; got {kind!r}")
     if min(length, width) < 1:
         raise ValueError(f"positions: length and width must be at least 1; got {length} and {width}")
-    if kind == "word":
-        return torch.eye(length)
-    if kind == "integer":
-        return torch.arange(length).float().unsqueeze(1)
+    if kind in ("integer", "fraction"):
+        return torch.arange(length).float().unsqueeze(1) / (1 if kind == "integer" else max(1, length - 1))
     if kind == "binary":
         bits = torch.arange(max(1, (length - 1).bit_length()))
         return (torch.arange(length).unsqueeze(1) >> bits & 1).float()
@@ -51,14 +49,19 @@ def position_codes(kind: str, length: int, width: int) -> Tensor:
     return rotary(ones, ones, *rotary_table(torch.arange(length), width))[0][0, 0]
 
 
-TITLES = {"word": "one-hot", "integer": "integers", "binary": "bits", "sinusoidal": "sines and cosines"}
+TITLES = {
+    "integer": "integers",
+    "fraction": "position / last position",
+    "binary": "bits",
+    "sinusoidal": "sines and cosines",
+}
 
 
 def draw_positions(kind: str, length: int, width: int, path: str | Path) -> None:
     """Write a figure of the codes, of single columns as waves, and of the cosine of each pair of positions."""
     codes = position_codes(kind, length, width)
     figure, (left, middle, right) = new_figure(13.0, 4.2, columns=3)
-    steps = kind in ("word", "binary")
+    steps = kind == "binary"
     waves = sorted({index * codes.shape[1] // WAVES for index in range(WAVES)})
     for number, column in enumerate(waves):
         style = {"drawstyle": "steps-mid" if steps else "default", "color": f"C{number}"}
