@@ -219,7 +219,7 @@ def _add_speedrun(commands: Any) -> None:
     parser.add_argument("--config", default="five_minutes", metavar="FILE", help=help_text)
     help_text = "set a model field of the recipe (repeatable); the line names it"
     parser.add_argument("--model", action="append", metavar="NAME=VALUE", default=[], help=help_text)
-    parser.add_argument("--data-dir", default="", help="folder with tinyshakespeare's input.txt")
+    parser.add_argument("--data-dir", default="", help="folder with another copy of tinyshakespeare's input.txt")
     parser.add_argument("--backend", choices=options.BACKENDS, default="auto", help="kernel backend (default: auto)")
     parser.add_argument("--out", default="", metavar="FOLDER", help="run folder (default: a new runs/char-gpt)")
     help_text = "Markdown table to which the line is added (default: %(default)s)"

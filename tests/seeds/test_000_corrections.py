@@ -10,7 +10,7 @@ from python_ref import ops
 from tests.seeds import inputs_000 as given
 from tests.seeds.page import corrections, shown, tables
 from transformer_kernels import ops as fused
-from transformer_kernels.training.tokenizers import Gpt2Tokenizer
+from transformer_kernels.training.data.tokenizers import Gpt2Tokenizer
 
 WORDS = ("The", "next", "day", "is", "bright")
 

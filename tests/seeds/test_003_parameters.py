@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import python_ref
-from transformer_kernels.training.tokenizers import Gpt2Tokenizer
+from transformer_kernels.training.data.tokenizers import Gpt2Tokenizer
 
 
 @pytest.mark.parametrize(("layers", "parameters"), [(12, 124_439_808), (6, 81_912_576)], ids=["gpt2", "distilgpt2"])
