@@ -179,7 +179,7 @@ def _samples(runs: list[Run], samples: list[str]) -> list[str]:
     """What both write after the same prompt, side by side, within the width of the terminal."""
     width = (max(70, min(100, shutil.get_terminal_size((100, 24)).columns)) - 5) // 2
     titles = [f"{run.name}, {run.steps:,} steps" for run in runs]
-    lines = [*blocks.beside(*titles, width, 1), *blocks.beside(*samples, width, SAMPLE_ROWS)]
+    lines = [*blocks.beside(titles[0], titles[1], width, 1), *blocks.beside(samples[0], samples[1], width, SAMPLE_ROWS)]
     return ["\nBoth continue " + repr(PROMPT), *(f"  {line}" for line in lines)]
 
 
