@@ -308,7 +308,7 @@ def _add_translate(commands: Any) -> None:
     help_text = "length penalty of beam search; larger values favour longer translations (default: %(default)s)"
     parser.add_argument("--length-penalty", type=float, default=0.6, metavar="A", help=help_text)
     _add_sampling_options(parser)
-    help_text = "also plot the cross-attention alignment of one sentence to this file (.png, .svg, .pdf)"
+    help_text = "also plot the cross-attention alignment of one sentence to this file (.png, .svg, .pdf; .html: a page)"
     parser.add_argument("--alignments", metavar="FILE", help=help_text)
 
 

@@ -109,7 +109,8 @@ def _load(chosen: argparse.Namespace) -> Any:
 
 def _attend(chosen: argparse.Namespace) -> None:
     from python_ref import GPT
-    from transformer_kernels.visualization.attention import attention_maps, draw_maps, write_page
+    from transformer_kernels.visualization.attention import attention_maps, draw_maps, next_tokens, write_page
+    from transformer_kernels.visualization.tokens import read
 
     loaded = _load(chosen)
     maps, tokens = attention_maps(loaded, chosen.text)
@@ -123,8 +124,11 @@ def _attend(chosen: argparse.Namespace) -> None:
     page = chosen.html or Path(chosen.out).with_suffix(".html")
     text = chosen.text if len(chosen.text) <= 80 else chosen.text[:79] + "…"
     draw_maps(drawn, tokens, tokens, chosen.out, title=f"{title}\n{text}", names=names)
-    causal = isinstance(loaded.model, GPT)
-    write_page(maps, tokens, tokens, page, title=title, text=chosen.text, causal=causal)
+    spans = read(loaded, chosen.text).spans
+    special = [index for index, (start, end) in enumerate(spans) if start == end == 0]
+    extra: dict[str, Any] = {"causal": isinstance(loaded.model, GPT), "special": (special, special)}
+    extra["predictions"] = next_tokens(loaded, chosen.text)
+    write_page(maps, tokens, tokens, page, title=title, text=chosen.text, **extra)
     print(f"layers: {layers}, heads: {heads}, tokens: {len(tokens)}: {chosen.out}, {page}")
 
 
