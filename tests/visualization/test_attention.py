@@ -61,15 +61,21 @@ def test_tokens_have_the_names_that_stand_in_the_text(kind, tmp_path):
         vocabulary = {token: index for index, token in enumerate(["f", "o", "x", "ox", "Ġ", "Ġf", "s", "Ã", "©", "Ċ"])}
         tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[("o", "x"), ("Ġ", "f")]))
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        expected = ["f", "ox", "f", "ox", "s", "é", "é", "↵"]
+        expected = ["f", "ox", "f", "ox", "s", "<0xC3>", "<0xA9>", "↵"]
         assert tokenizer.encode("fox foxsé\n").tokens == ["f", "ox", "Ġf", "ox", "s", "Ã", "©", "Ċ"]
     else:
         (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "fox", "##s", "a"]))
         tokenizer = tokenizers.BertWordPieceTokenizer(str(tmp_path / "vocab.txt"))._tokenizer
-        expected = ["Fox", "a", "Fox", "s"]
+        expected = ["Fox", "a", "Fox", "##s"]
         assert tokenizer.encode("Fox a Foxs").tokens == ["[CLS]", "fox", "a", "fox", "##s", "[SEP]"]
     model = GPT(GPTConfig(vocab_size=16, **SIZES))
     assert read(loaded(model, tokenizer), "fox foxsé\n" if kind == "byte pairs" else "Fox a Foxs").names == expected
+
+
+def test_bytes_of_a_character_are_shown(bert):
+    reading = read(bert, "aé b")
+    assert reading.names == ["[CLS]", "a", "<0xC3>", "<0xA9>", "␣", "b", "[SEP]"]
+    assert reading.spans == [(0, 0), (0, 1), (1, 2), (1, 2), (2, 3), (3, 4), (0, 0)]
 
 
 def test_what_cannot_be_looked_at(gpt):
