@@ -89,11 +89,14 @@ def test_the_picture_of_runs_has_their_curves(tmp_path, monkeypatch):
 
 def test_the_time_axis_of_a_run_has_the_times_of_its_log():
     times = [line("train", step, loss=1.0, seconds=seconds) for step, seconds in ((0, 0), (10, 60), (20, 240))]
-    there, back = curves._minutes(times)
+    unit, there, back = curves._clock(times)
+    assert unit == "minutes"
     assert there([0, 5, 10, 20]).tolist() == [0, 0.5, 1, 4] and back([1, 4]).tolist() == [10, 20]
-    there, _ = curves._minutes([*times, line("start", 20), line("train", 30, loss=1.0, seconds=60)])
+    _, there, _ = curves._clock([*times, line("start", 20), line("train", 30, loss=1.0, seconds=60)])
     assert there([20, 30]).tolist() == [4, 5]
-    assert curves._minutes(LINES) is None
+    assert curves._clock(LINES) is None
+    short = [line("train", step, loss=1.0, seconds=step) for step in (0, 90)]
+    assert curves._clock(short)[0] == "seconds"
 
 
 def test_runs_without_an_accuracy_have_no_panel_for_it(tmp_path, monkeypatch):

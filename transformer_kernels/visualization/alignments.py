@@ -62,7 +62,11 @@ def shown(target: Sequence[str], source: Sequence[str]) -> tuple[list[str], list
         return *both, [USUAL_FONT, font], ""
     target, source = ([transliterated(piece, missing) for piece in pieces] for pieces in both)
     script = " and ".join(sorted({unicodedata.name(each, "another").split()[0].title() for each in missing}))
-    warning = f"no installed font has {script}, so Latin letters are drawn; install fonts-lohit-deva or Noto Sans"
+    cache = Path(require("matplotlib").get_cachedir(), "fontlist-*.json")
+    warning = (
+        f"no installed font has {script}, so Latin letters are drawn; install fonts-lohit-deva or Noto Sans, then "
+        f"delete {cache}"
+    )
     return target, source, [USUAL_FONT], warning
 
 

@@ -93,7 +93,9 @@ def _add_sweep(commands: Any, command: Add) -> None:
         if spec.name in PASSED_ON:
             flag, default = "--" + spec.name.replace("_", "-"), spec.default
             shown = f"{spec.metadata['help']} (default: {default})" if default != "" else spec.metadata["help"]
-            parser.add_argument(flag, type=kind, choices=spec.metadata["choices"], default=default, help=shown)
+            flags = ["--data", flag] if spec.name == "corpus" else [flag]
+            choices = spec.metadata["choices"]
+            parser.add_argument(*flags, dest=spec.name, type=kind, choices=choices, default=default, help=shown)
 
 
 def _load(chosen: argparse.Namespace) -> Any:

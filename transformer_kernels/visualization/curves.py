@@ -148,16 +148,17 @@ def draw_runs(folders: list[str], path: str | Path) -> None:
     for axes, quantity in zip((left, *right), ("loss", "accuracy"), strict=False):
         axes.set(xlabel="step", ylabel=quantity, title="loss" if quantity == "loss" else "validation accuracy")
         axes.grid(alpha=0.3)
-        if len(logs) == 1 and (clock := _minutes(*logs.values())):
-            times = axes.secondary_xaxis("top", functions=clock)
-            times.set_xlabel("minutes", fontsize=8)
+        if len(logs) == 1 and (clock := _clock(*logs.values())):
+            unit, *functions = clock
+            times = axes.secondary_xaxis("top", functions=functions)
+            times.set_xlabel(unit, fontsize=8)
             times.xaxis.get_major_locator().set_params(nbins=5)
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncol=2, fontsize=8)
     write_figure(figure, path)
 
 
-def _minutes(lines: list[dict[str, Any]]) -> tuple[Any, Any] | None:
-    """Functions from steps to minutes of training and back; None if the log has no times.
+def _clock(lines: list[dict[str, Any]]) -> tuple[str, Any, Any] | None:
+    """A unit of time, and functions from steps to times of training and back; None if the log has no times.
 
     Between the entries they are interpolated, and past the ends continued with the mean speed."""
     points: list[tuple[int, float]] = []
@@ -166,11 +167,13 @@ def _minutes(lines: list[dict[str, Any]]) -> tuple[Any, Any] | None:
         if line["event"] == "train" and "seconds" in line:
             before += latest if line["seconds"] < latest else 0.0  # a resumed run of earlier versions
             latest = line["seconds"]
-            points.append((line["step"], (before + latest) / 60.0))
+            points.append((line["step"], before + latest))
     if len(points) < 2:
         return None
+    unit, seconds = ("minutes", 60.0) if points[-1][1] >= 120.0 else ("seconds", 1.0)
+    points = [(step, time / seconds) for step, time in points]
     numpy = require("numpy")
     (first, start), (last, end) = points[0], points[-1]
     slope = (end - start) / (last - first) or 1e-9
     x, y = zip((first - FAR, start - FAR * slope), *points, (last + FAR, end + FAR * slope), strict=True)
-    return lambda step: numpy.interp(step, x, y), lambda minute: numpy.interp(minute, y, x)
+    return unit, lambda step: numpy.interp(step, x, y), lambda time: numpy.interp(time, y, x)
