@@ -1,5 +1,8 @@
 """Figures of alignments: contents, and the message for a script without a font."""
 
+import json
+import re
+
 import matplotlib.image
 import pytest
 import torch
@@ -65,3 +68,13 @@ def test_no_character_is_missing_in_the_picture(tmp_path, recwarn):
 def test_an_unknown_kind_of_picture_is_refused(tmp_path):
     with pytest.raises(ValueError, match="not supported"):
         draw_alignment(Alignment(WEIGHTS[:, :, :3], SOURCE, SOURCE), tmp_path / "a.xyz")
+
+
+def test_an_alignment_as_a_page(tmp_path):
+    """Every layer and head of the cross-attention, which has no later and no special tokens."""
+    weights = torch.rand(2, 3, 2, 4).softmax(-1)
+    page = tmp_path / "alignment.html"
+    assert draw_alignment(Alignment(weights, ["aap", "kaise"], ["How", "are", "you", "?"]), page) == ""
+    data = json.loads(re.search(r"\{\"title\".*\}", page.read_text("utf-8"))[0])
+    assert (data["layers"], data["heads"], data["causal"]) == (2, 3, False)
+    assert (data["queries"], data["keys"]) == (["aap", "kaise"], ["How", "are", "you", "?"])

@@ -45,6 +45,26 @@ Multi-process training: --processes 2, or torchrun --nproc-per-node 2 -m transfo
 exits with status 1 after Ctrl-C); a run that torchrun restarts (--max-restarts) continues from its last checkpoint.
 """
 
+EXAMPLES = {
+    "char-gpt": "char-gpt --data book.txt --time-limit 2m",
+    "gpt": "gpt --data book.txt --vocab-dir gpt2_bpe",
+    "imdb": "imdb --data aclImdb --epochs 2",
+    "mlm": "mlm --data aclImdb --steps 2000",
+    "translate": "translate --data hin.txt",
+    "vit": "vit --epochs 20",
+    "word2vec": "word2vec --data reviews.txt --epochs 12",
+}
+GROUPS = {  # of the options of every recipe; the others belong to the recipe
+    "length": ("steps", "epochs", "time_limit", "patience"),
+    "optimisation": (
+        *("batch_size", "accumulate", "optimizer", "lr", "warmup_steps", "schedule", "weight_decay", "beta2", "clip"),
+        *("seed", "model"),
+    ),
+    "speed and precision": ("backend", "device", "dtype", "compile", "cuda_graph", "threads", "deterministic"),
+    "output": ("out", "log_every", "eval_every", "save_every", "tensorboard", "progress"),
+}
+SAME = {"corpus": "--data", "text": "--data"}  # fields whose option has this name, too
+
 KERNEL_BACKENDS = ("cpu", "triton", "cuda")
 NOT_IN_CONFIG = ("run", "arguments", "recipe", "config", "resume", "overwrite", "processes")  # arguments of `train`
 
@@ -100,7 +120,7 @@ def _message(error: Exception) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Errors come from the parser of the command, with its usage; an unknown option gets the closest one."""
+    """Errors come from the parser of the command, in two lines; an unknown option or choice gets the closest one."""
 
     given: Sequence[str] = ()
 
@@ -117,7 +137,17 @@ class _Parser(argparse.ArgumentParser):
             if not any(option.startswith(name) for option in options):
                 closest = difflib.get_close_matches(name, options, n=1)
                 message += f"; {name}: did you mean {closest[0]}?" if closest else ""
-        super().error(message)
+        message = re.sub(r"invalid int value: (.*)", r"expected a whole number; got \1", message)
+        message = re.sub(r"invalid float value: (.*)", r"expected a number; got \1", message)
+        self.exit(2, f"{self.prog}: error: {message}\nsee {self.prog} --help\n")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        allowed = [str(choice) for choice in action.choices]
+        closest = difflib.get_close_matches(str(value), allowed, n=1)
+        remedy = f"did you mean {closest[0]}?" if closest else f"one of {', '.join(allowed)}"
+        raise argparse.ArgumentError(action, f"invalid choice: {value!r}; {remedy}")
 
 
 def _expected_errors() -> tuple[type[BaseException], ...]:
@@ -192,7 +222,11 @@ def _add_train(commands: Any) -> None:
     formatter = argparse.RawDescriptionHelpFormatter
     for name, recipe in recipes().items():
         about = (recipe.Config.__doc__ or "").strip()
-        parser = commands.add_parser(name, help=about, description=about, epilog=TRAIN_NOTE, formatter_class=formatter)
+        note = f"example:\n  transformer-kernels train {EXAMPLES.get(name, name)}\n\n{TRAIN_NOTE}"
+        usage = "%(prog)s [--config FILE] [--resume FOLDER] [OPTION ...]"
+        parser = commands.add_parser(
+            name, help=about, description=about, epilog=note, formatter_class=formatter, usage=usage
+        )
         parser.set_defaults(run=_train)
         bundled = ", ".join(options.bundled_configs(name)) or "none"
         help_text = f"YAML, TOML or JSON file with options, or the name of a bundled config ({bundled})"
@@ -205,8 +239,10 @@ def _add_train(commands: Any) -> None:
         parser.add_argument("--resume", metavar="FOLDER", help="resume training from this run or checkpoint")
         parser.add_argument("--overwrite", action="store_true", help="delete an existing run in --out")
         parser.add_argument("--processes", type=int, default=1, metavar="N", help="number of processes (default: 1)")
+        groups = {title: parser.add_argument_group(title) for title in (name, *GROUPS)}
         for spec, kind in options.typed_fields(recipe.Config):
-            _add_option(parser, spec, kind, defaults.get(spec.name))
+            title = next((title for title, names in GROUPS.items() if spec.name in names), name)
+            _add_option(groups[title], spec, kind, defaults.get(spec.name))
 
 
 def _add_speedrun(commands: Any) -> None:
@@ -219,20 +255,24 @@ def _add_speedrun(commands: Any) -> None:
     parser.add_argument("--config", default="five_minutes", metavar="FILE", help=help_text)
     help_text = "set a model field of the recipe (repeatable); the line names it"
     parser.add_argument("--model", action="append", metavar="NAME=VALUE", default=[], help=help_text)
-    parser.add_argument("--data-dir", default="", help="folder with tinyshakespeare's input.txt")
+    parser.add_argument("--data-dir", default="", help="folder with another copy of tinyshakespeare's input.txt")
     parser.add_argument("--backend", choices=options.BACKENDS, default="auto", help="kernel backend (default: auto)")
     parser.add_argument("--out", default="", metavar="FOLDER", help="run folder (default: a new runs/char-gpt)")
     help_text = "Markdown table to which the line is added (default: %(default)s)"
     parser.add_argument("--board", default="runs/speedrun.md", metavar="FILE", help=help_text)
 
 
-def _add_option(parser: argparse.ArgumentParser, spec: Any, kind: Any, default: Any) -> None:
+def _add_option(parser: Any, spec: Any, kind: Any, default: Any) -> None:
     """One flag per config field; flags that are not given stay absent, so that a config file can set them."""
     flag = "--" + spec.name.replace("_", "-")
     help_text = spec.metadata["help"]
     default = spec.default if default is None else default
-    if isinstance(default, int | float | str) and not isinstance(default, bool) and default != "":
+    if isinstance(default, bool):
+        help_text += f" (default: {'on' if default else 'off'})"
+    elif isinstance(default, int | float | str) and default != "":
         help_text += f" (default: {default})"
+    elif "default:" not in help_text:
+        help_text += " (default: none)"
     help_text = help_text.replace("%", "%%")
     if kind is bool:
         action: Any = argparse.BooleanOptionalAction
@@ -245,7 +285,9 @@ def _add_option(parser: argparse.ArgumentParser, spec: Any, kind: Any, default: 
     metavar = None if spec.metadata["choices"] else {int: "N", float: "X", str: "TEXT", options.Duration: "TIME"}[base]
     choices = spec.metadata["choices"]
     base = str if base is options.Duration else base  # the config converts it, with its own message
-    parser.add_argument(flag, type=base, choices=choices, metavar=metavar, default=argparse.SUPPRESS, help=help_text)
+    flags = [SAME[spec.name], flag] if spec.name in SAME else [flag]
+    shown: dict[str, Any] = {"choices": choices, "metavar": metavar, "help": help_text}
+    parser.add_argument(*flags, dest=spec.name, type=base, default=argparse.SUPPRESS, **shown)
 
 
 def _add_model_options(
@@ -308,7 +350,7 @@ def _add_translate(commands: Any) -> None:
     help_text = "length penalty of beam search; larger values favour longer translations (default: %(default)s)"
     parser.add_argument("--length-penalty", type=float, default=0.6, metavar="A", help=help_text)
     _add_sampling_options(parser)
-    help_text = "also plot the cross-attention alignment of one sentence to this file (.png, .svg, .pdf)"
+    help_text = "also plot the cross-attention alignment of one sentence to this file (.png, .svg, .pdf; .html: a page)"
     parser.add_argument("--alignments", metavar="FILE", help=help_text)
 
 

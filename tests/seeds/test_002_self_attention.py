@@ -22,6 +22,21 @@ def test_softmax_of_unscaled_scores_sees_one_token(x):
         torch.testing.assert_close(softmax(scores), wanted, rtol=1e-4, atol=0)
 
 
+def test_all_unscaled_scores(x):
+    wanted = """
+        172.0800 126.5615 134.1449 126.5499
+        126.5615 169.7253 129.8451 128.4887
+        134.1449 129.8451 177.2513 130.5724
+        126.5499 128.4887 130.5724 168.5083"""
+    wanted = torch.tensor([[float(word) for word in line.split()] for line in wanted.splitlines()[1:]])
+    torch.testing.assert_close(x @ x.T, wanted, rtol=0, atol=2e-4)
+
+
+def test_scores_divided_by_the_square_root_of_the_width():
+    """Chapter 1, scaling: -69.67 and 40.90 divided by sqrt(512)."""
+    assert [round(score / 512**0.5, 2) for score in (-69.67, 40.90)] == [-3.08, 1.81]
+
+
 @pytest.mark.parametrize("attention", [ops.attention, fused.attention])
 def test_context_is_then_the_token_itself(x, attention):
     """Chapter 1, the context vector: with such weights the third token's own values."""

@@ -1,5 +1,6 @@
 """A page in headless Chromium with real mouse events: the DevTools protocol over two pipes, without other packages."""
 
+import base64
 import itertools
 import json
 import os
@@ -8,6 +9,7 @@ import shutil
 import subprocess
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +63,15 @@ class Page:
         for kind in kinds:
             button = {} if kind == "mouseMoved" else {"button": "left", "clickCount": 1}
             self.call("Input.dispatchMouseEvent", type=kind, **middle, **button)
+
+    def resize(self, width, height, *, phone=False):
+        """The size of the page in CSS pixels; a phone has touch and a dense screen."""
+        sizes = {"width": width, "height": height, "deviceScaleFactor": 2 if phone else 1, "mobile": phone}
+        self.call("Emulation.setDeviceMetricsOverride", **sizes)
+
+    def screenshot(self, path):
+        """Write what is seen as a PNG file."""
+        Path(path).write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
 
     def _next(self):
         while b"\0" not in self._unread:

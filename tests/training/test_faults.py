@@ -17,6 +17,7 @@ import torch
 from transformer_kernels import cli
 from transformer_kernels.training import CharGPT, Processes, RunFolderError, Trainer, load_checkpoint
 from transformer_kernels.training.checkpoint import checkpoint_folder, claimed
+from transformer_kernels.training.data.tokenizers import Gpt2Tokenizer
 from transformer_kernels.training.distributed import choose_device
 
 TINY = ["--model", "layers=1", "--model", "width=16", "--model", "heads=2", "--batch-size", 4, "--no-progress"]
@@ -240,17 +241,16 @@ def checkpoint_of_other_data(session):
 def wrong_hash(session):
     (session.folder / "input.txt").write_text("To be")
     result = session.train("run", "--data-dir", session.folder, corpus="tinyshakespeare")
-    session.refused(result, session.folder / "input.txt", "expected SHA-256", ", got ", "fetch it again from")
+    session.refused(result, session.folder / "input.txt", "expected SHA-256", ", got ", "the text is bundled")
 
 
 @row("partial download or offline: URL, path and remedy; nothing is kept")
 def offline(session):
-    address = "http://127.0.0.1:9/input.txt"
-    session.monkeypatch.delenv("TRANSFORMER_KERNELS_DATA", raising=False)  # where the text may be
-    session.monkeypatch.setattr("transformer_kernels.training.data.corpus.TINYSHAKESPEARE_URL", address)
-    result = session.train("run", corpus="tinyshakespeare")
-    session.refused(result, "cannot download", address, session.folder / "cache", "--data-dir")
-    assert not list((session.folder / "cache").rglob("input.txt"))
+    address = "http://127.0.0.1:9/vocab.bpe"
+    session.monkeypatch.setattr(f"{Gpt2Tokenizer.__module__}.VOCAB_BPE_URL", address)
+    result = session.run("train", "gpt", "--corpus", session.text, "--tokenizer", "gpt2", "--steps", 1)
+    session.refused(result, "cannot download", address, session.folder / "cache", "--vocab-dir")
+    assert not list((session.folder / "cache").rglob("vocab.bpe"))
 
 
 @row("empty or too short corpus, and one that is a folder or missing: what is needed")

@@ -61,15 +61,21 @@ def test_tokens_have_the_names_that_stand_in_the_text(kind, tmp_path):
         vocabulary = {token: index for index, token in enumerate(["f", "o", "x", "ox", "Ġ", "Ġf", "s", "Ã", "©", "Ċ"])}
         tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[("o", "x"), ("Ġ", "f")]))
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        expected = ["f", "ox", "f", "ox", "s", "é", "é", "↵"]
+        expected = ["f", "ox", "f", "ox", "s", "<0xC3>", "<0xA9>", "↵"]
         assert tokenizer.encode("fox foxsé\n").tokens == ["f", "ox", "Ġf", "ox", "s", "Ã", "©", "Ċ"]
     else:
         (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "fox", "##s", "a"]))
         tokenizer = tokenizers.BertWordPieceTokenizer(str(tmp_path / "vocab.txt"))._tokenizer
-        expected = ["Fox", "a", "Fox", "s"]
+        expected = ["Fox", "a", "Fox", "##s"]
         assert tokenizer.encode("Fox a Foxs").tokens == ["[CLS]", "fox", "a", "fox", "##s", "[SEP]"]
     model = GPT(GPTConfig(vocab_size=16, **SIZES))
     assert read(loaded(model, tokenizer), "fox foxsé\n" if kind == "byte pairs" else "Fox a Foxs").names == expected
+
+
+def test_bytes_of_a_character_are_shown(bert):
+    reading = read(bert, "aé b")
+    assert reading.names == ["[CLS]", "a", "<0xC3>", "<0xA9>", "␣", "b", "[SEP]"]
+    assert reading.spans == [(0, 0), (0, 1), (1, 2), (1, 2), (2, 3), (3, 4), (0, 0)]
 
 
 def test_what_cannot_be_looked_at(gpt):
@@ -232,3 +238,112 @@ def test_the_page_of_200_tokens_has_no_lag_and_keeps_its_headers(tmp_path):
         )
         distances = [abs(a - b) for a, b in zip(browser.value(tip), browser.value(middle), strict=True)]
         assert max(distances) < 250 and browser.value("!element('tip').hidden")
+
+
+@pytest.fixture
+def page(tmp_path):
+    """A page of 2 layers of 3 heads and 5 tokens, the first and last special, with predictions."""
+    maps = torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    likely = [[(f"after {query}", 0.5)] for query in range(5)]
+    names = ["[CLS]", "a", "b", 'c"', "[SEP]"]
+    write_page(maps, names, names, tmp_path / "maps.html", special=([0, 4], [0, 4]), predictions=likely)
+    return tmp_path / "maps.html", maps
+
+
+@pytest.mark.parametrize("heads", [4, 12])
+@pytest.mark.parametrize(("width", "phone"), [(1280, False), (390, True)])
+def test_the_page_fits_the_screen(tmp_path, width, phone, heads):
+    maps = torch.rand(6, heads, 14, 14).softmax(-1)
+    names = [f"token {number}" for number in range(14)]
+    write_page(maps, names, names, tmp_path / "maps.html")
+    with opened(tmp_path / "maps.html", tmp_path / "profile") as browser:
+        browser.resize(width, 844, phone=phone)
+        browser.value(
+            "state.cell = Math.max(10, Math.min(30, Math.floor((innerWidth - 130) / 14))); layOut(); showAll()"
+        )
+        for view in ("matrix", "arcs"):
+            browser.value(f"view('{view}')()")
+            assert browser.value("document.documentElement.scrollWidth") <= width
+            frame = browser.value("element('frame').getBoundingClientRect().width")
+            assert frame > 0.6 * min(width, 500)
+        browser.mouse("#matrix-view")
+        browser.value("element('frame').scrollIntoView()")
+        browser.mouse("#map")
+        assert "→" in browser.value("element('tip').innerText")
+
+
+def test_special_tokens_are_hidden_and_the_scale_follows(page, tmp_path):
+    path, maps = page
+    with opened(path, tmp_path / "profile") as browser:
+        browser.mouse("#special")
+        names = "[...element('queries').children].filter(each => !each.hidden).map(each => each.innerText)"
+        assert browser.value(names) == ["a", "b", 'c"']
+        assert browser.value("[element('map').width, element('map').height]") == [3, 3]
+        name, percent = cell(browser, 1, 2, 3).removesuffix(" %").split(": ")
+        assert name == 'b → c"' and abs(float(percent) / 100 - maps[0, 0, 2, 3]) < 0.0006
+        low, high = browser.value("limits(current())")
+        seen = maps[0, 0, 1:4, 1:4]
+        assert abs(low - seen.min()) < 1e-4 and abs(high - seen.max()) < 1e-4
+        browser.mouse("#special")
+        assert browser.value("element('map').width") == 5
+
+
+def test_predictions_are_shown_at_the_query(page, tmp_path):
+    with opened(page[0], tmp_path / "profile") as browser:
+        assert "Point at a query" in browser.value("element('prediction').innerText")
+        cell(browser, 2, 0, 5)
+        assert browser.value("element('prediction').innerText") == "after “b”: after 2 50.0 %"
+
+
+def test_several_heads_are_averaged(page, tmp_path):
+    path, maps = page
+    with opened(path, tmp_path / "profile") as browser:
+        browser.mouse("#several")
+        browser.mouse("#grid button:nth-of-type(6)")  # four a layer, the mean last: layer 1, head 1
+        assert browser.value("element('chosen').innerText") == "layer 0, head 0 + layer 1, head 1 (mean)"
+        shown = float(cell(browser, 1, 3, 5).split(": ")[1].removesuffix(" %")) / 100
+        assert abs(shown - (maps[0, 0, 1, 3] + maps[1, 1, 1, 3]) / 2) < 0.0006
+        browser.mouse("#arcs-view")
+        assert browser.value("element('chosen').innerText") == "layer 0, head 0 + layer 1, head 1"
+        browser.mouse("#grid button:nth-of-type(1)")  # removes the first
+        assert browser.value("selected()") == [[1, 1]]
+
+
+def test_the_address_contains_the_choice(page, tmp_path):
+    with opened(page[0], tmp_path / "profile") as browser:
+        for button in ("#several", "#grid button:nth-of-type(7)", "#fixed-scale", "#special"):
+            browser.mouse(button)
+        address = browser.value("location.hash")
+        assert address == "#heads=0.0+1.2&view=matrix&scale=fixed&special=hidden"
+        browser.value("state.more = []; state.scale = 'own'; show(false); showAll()")
+        assert browser.value("location.hash") == "#heads=0.0&view=matrix&scale=own"
+        browser.value(f"location.hash = {address!r}; onhashchange()")
+        assert browser.value("[selected(), state.scale, state.special]") == [[[0, 0], [1, 2]], "fixed", True]
+        browser.value("location.hash = '#heads=9.9+x'; onhashchange()")  # no such head: the choice stays
+        assert browser.value("selected()") == [[0, 0], [1, 2]]
+
+
+def test_export(page, tmp_path):
+    path, maps = page
+    with opened(path, tmp_path / "profile") as browser:
+        header, *lines = browser.value("table()").splitlines()
+        assert header == 'query,"[CLS]","a","b","c""","[SEP]"' and len(lines) == 5
+        weights = [[float(value) for value in line.rsplit(",", 5)[1:]] for line in lines]
+        torch.testing.assert_close(torch.tensor(weights), maps[0, 0], rtol=0, atol=1e-5)
+        browser.value(
+            "saved = []; HTMLAnchorElement.prototype.click = function () { saved.push([this.download, this.href]); }"
+        )
+        browser.mouse("#save-png")
+        browser.mouse("#save-csv")
+        (picture, address), (table, text) = browser.value("saved")
+        assert (picture, table) == ("layer-0-head-0.png", "layer-0-head-0.csv")
+        assert base64.b64decode(address.partition(",")[2]).startswith(b"\x89PNG") and text.startswith("data:text/csv")
+        assert browser.value("[picture().width, picture().height]") == [120 + 5 * 30] * 2
+
+
+def test_next_tokens_are_those_of_the_model(gpt, bert):
+    likely = attention.next_tokens(gpt, TEXT)
+    probabilities = gpt.model(read(gpt, TEXT).tokens)[0].softmax(-1)
+    assert [row[0][1] for row in likely] == pytest.approx(probabilities.amax(-1).tolist(), abs=1e-6)
+    assert all(len(row) == 3 for row in likely)
+    assert attention.next_tokens(bert, "fox") == []

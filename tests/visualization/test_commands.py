@@ -78,7 +78,7 @@ def test_a_word_in_two_sentences(encoder, tmp_path, capsys):
     assert lines[-1] == f"'dog' in 2 sentences: {out}" and is_picture(out)
 
 
-@pytest.mark.parametrize("kind", ["word", "integer", "binary", "sinusoidal", "rotary"])
+@pytest.mark.parametrize("kind", ["integer", "fraction", "binary", "sinusoidal", "rotary"])
 def test_positions(kind, tmp_path, capsys):
     out = tmp_path / "positions.png"
     printed = run(capsys, "plot", "positions", "--kind", kind, "--length", 20, "--width", 8, "--out", out)

@@ -16,7 +16,7 @@ def test_sinusoidal_codes_are_sines_and_cosines():
 
 
 def test_words_integers_and_bits():
-    assert torch.equal(position_codes("word", 3, 9), torch.eye(3))
+    assert position_codes("fraction", 3, 9).tolist() == [[0], [0.5], [1]]
     assert position_codes("integer", 3, 9).tolist() == [[0], [1], [2]]
     assert position_codes("binary", 6, 9)[5].tolist() == [1, 0, 1] and position_codes("binary", 1, 9).shape == (1, 1)
 
@@ -33,7 +33,7 @@ def test_products_of_rotated_vectors_depend_on_the_distance_only():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("learned", 4, 4), "kind must be one of word, integer, binary, sinusoidal, rotary; got 'learned'"),
+        (("learned", 4, 4), "kind must be one of integer, fraction, binary, sinusoidal, rotary; got 'learned'"),
         (("rotary", 4, 3), "width must be even and positive; got 3"),
         (("sinusoidal", 0, 4), "must be at least 1; got 0 and 4"),
     ],
@@ -89,11 +89,14 @@ def test_the_picture_of_runs_has_their_curves(tmp_path, monkeypatch):
 
 def test_the_time_axis_of_a_run_has_the_times_of_its_log():
     times = [line("train", step, loss=1.0, seconds=seconds) for step, seconds in ((0, 0), (10, 60), (20, 240))]
-    there, back = curves._minutes(times)
+    unit, there, back = curves._clock(times)
+    assert unit == "minutes"
     assert there([0, 5, 10, 20]).tolist() == [0, 0.5, 1, 4] and back([1, 4]).tolist() == [10, 20]
-    there, _ = curves._minutes([*times, line("start", 20), line("train", 30, loss=1.0, seconds=60)])
+    _, there, _ = curves._clock([*times, line("start", 20), line("train", 30, loss=1.0, seconds=60)])
     assert there([20, 30]).tolist() == [4, 5]
-    assert curves._minutes(LINES) is None
+    assert curves._clock(LINES) is None
+    short = [line("train", step, loss=1.0, seconds=step) for step in (0, 90)]
+    assert curves._clock(short)[0] == "seconds"
 
 
 def test_runs_without_an_accuracy_have_no_panel_for_it(tmp_path, monkeypatch):

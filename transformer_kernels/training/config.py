@@ -195,6 +195,8 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
         path = bundled.get(str(path), path)
     if not path.suffix and not path.exists():
         raise ValueError(f"{path}: no such config file; the bundled ones are {', '.join(bundled)}")
+    if path.is_dir():
+        raise ValueError(f"{path}: a folder; a config is a .yaml, .toml or .json file, or one of {', '.join(bundled)}")
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".toml":
         try:
@@ -212,7 +214,9 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
         try:
             values = yaml.safe_load(text)
         except yaml.YAMLError as error:
-            raise ValueError(f"{path}: not valid YAML: {error}") from error
+            mark = getattr(error, "problem_mark", None)
+            where = f", line {mark.line + 1}" if mark else ""
+            raise ValueError(f"{path}{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from error
     else:
         raise ValueError(f"{path}: a config file ends in .yaml, .yml, .toml or .json")
     if values is None:

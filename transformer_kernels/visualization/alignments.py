@@ -9,6 +9,7 @@ from typing import Any
 
 from transformer_kernels.training._optional import require
 from transformer_kernels.training.recipes import Alignment
+from transformer_kernels.visualization.attention import write_page
 from transformer_kernels.visualization.figures import new_figure, write_figure
 
 USUAL_FONT = "DejaVu Sans"  # bundled with matplotlib
@@ -27,7 +28,14 @@ def draw_alignment(alignment: Alignment, path: str | Path) -> str:
         a warning about characters that cannot be drawn; "" if there are none.
     Raises:
         ValueError: matplotlib does not support the suffix.
+
+    A path that ends in .html receives the page of `write_page` with every layer and head instead.
     """
+    if Path(path).suffix == ".html":
+        write_page(
+            alignment.weights, alignment.target, alignment.source, path, title="Cross-attention of a translation"
+        )
+        return ""
     target, source, font, warning = shown(alignment.target, alignment.source)
     layers, _, rows, columns = alignment.weights.shape
     figure, panels = new_figure(layers * (CELL_INCHES * columns + 1.2) + 1, CELL_INCHES * rows + 1.5, layers)
@@ -54,7 +62,11 @@ def shown(target: Sequence[str], source: Sequence[str]) -> tuple[list[str], list
         return *both, [USUAL_FONT, font], ""
     target, source = ([transliterated(piece, missing) for piece in pieces] for pieces in both)
     script = " and ".join(sorted({unicodedata.name(each, "another").split()[0].title() for each in missing}))
-    warning = f"no installed font has {script}, so Latin letters are drawn; install fonts-lohit-deva or Noto Sans"
+    cache = Path(require("matplotlib").get_cachedir(), "fontlist-*.json")
+    warning = (
+        f"no installed font has {script}, so Latin letters are drawn; install fonts-lohit-deva or Noto Sans, then "
+        f"delete {cache}"
+    )
     return target, source, [USUAL_FONT], warning
 
 

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from python_ref import GPT
 from transformer_kernels.training._optional import require
 from transformer_kernels.visualization.figures import literal, new_figure, write_figure
-from transformer_kernels.visualization.tokens import read
+from transformer_kernels.visualization.tokens import read, readable
 
 LONGEST = 256  # maximum number of tokens: the page of 12 x 12 heads then has 25 MB
 LARGEST_CELL, NUMBERED_CELL, WIDEST_INCHES = 0.5, 0.33, 8.5
@@ -38,6 +39,19 @@ def attention_maps(loaded: Any, text: str) -> tuple[Tensor, list[str]]:
     maps: list[Tensor] = []
     loaded.model.hidden_states(reading.tokens, maps=maps)
     return torch.cat(maps).float().cpu(), reading.names
+
+
+@torch.inference_mode()
+def next_tokens(loaded: Any, text: str, top: int = 3) -> list[list[tuple[str, float]]]:
+    """The likely tokens after each token of a text and their probabilities; none for a model that is not a GPT."""
+    if not isinstance(loaded.model, GPT):
+        return []
+    logits = loaded.model(read(loaded, text).tokens)[0]  # (L, vocabulary)
+    probabilities, tokens = logits.float().softmax(-1).topk(min(top, logits.shape[-1]))
+    return [
+        [(readable(loaded.tokenizer.decode([token])), share) for token, share in zip(*row, strict=True)]
+        for row in zip(tokens.tolist(), probabilities.tolist(), strict=True)
+    ]
 
 
 def draw_maps(
@@ -108,6 +122,8 @@ def write_page(
     title: str = "Attention maps",
     text: str = "",
     causal: bool = False,
+    special: tuple[Sequence[int], Sequence[int]] = ((), ()),
+    predictions: Sequence[Sequence[tuple[str, float]]] = (),
 ) -> None:
     """Write a self-contained HTML page: all maps as thumbnails, and the selected one as a matrix or as arcs.
 
@@ -117,9 +133,12 @@ def write_page(
         path: of the .html file.
         title, text: shown above the maps: the model, and what it has read.
         causal: keys after the query are shown as impossible rather than masked.
+        special: the indices of queries and of keys that can be hidden, such as [CLS].
+        predictions: for each query, likely next tokens and their probabilities; or none.
     """
     levels = torch.where((maps == 0).all(1, keepdim=True), 65535, (maps * 65534).round().int())
     data = {"title": title, "text": text, "causal": causal, "queries": queries, "keys": keys}
+    data |= {"special": [list(each) for each in special], "predictions": [list(each) for each in predictions]}
     data |= {"layers": maps.shape[0], "heads": maps.shape[1]}
     data["weights"] = base64.b64encode(levels.numpy().astype("<u2").tobytes()).decode()
     written = json.dumps(data).replace("<", "\\u003c")  # token text must not end the script

@@ -49,7 +49,7 @@ def _add_plots(plots: Any, command: Add, model_options: Callable[..., None]) -> 
     positions = command(plots, "positions", "plot position codes and the similarity of positions", _positions)
     positions.add_argument(
         "--kind",
-        choices=("word", "integer", "binary", "sinusoidal", "rotary"),
+        choices=("integer", "fraction", "binary", "sinusoidal", "rotary"),
         default="sinusoidal",
         help="(default: sinusoidal)",
     )
@@ -93,7 +93,9 @@ def _add_sweep(commands: Any, command: Add) -> None:
         if spec.name in PASSED_ON:
             flag, default = "--" + spec.name.replace("_", "-"), spec.default
             shown = f"{spec.metadata['help']} (default: {default})" if default != "" else spec.metadata["help"]
-            parser.add_argument(flag, type=kind, choices=spec.metadata["choices"], default=default, help=shown)
+            flags = ["--data", flag] if spec.name == "corpus" else [flag]
+            choices = spec.metadata["choices"]
+            parser.add_argument(*flags, dest=spec.name, type=kind, choices=choices, default=default, help=shown)
 
 
 def _load(chosen: argparse.Namespace) -> Any:
@@ -109,7 +111,8 @@ def _load(chosen: argparse.Namespace) -> Any:
 
 def _attend(chosen: argparse.Namespace) -> None:
     from python_ref import GPT
-    from transformer_kernels.visualization.attention import attention_maps, draw_maps, write_page
+    from transformer_kernels.visualization.attention import attention_maps, draw_maps, next_tokens, write_page
+    from transformer_kernels.visualization.tokens import read
 
     loaded = _load(chosen)
     maps, tokens = attention_maps(loaded, chosen.text)
@@ -123,8 +126,11 @@ def _attend(chosen: argparse.Namespace) -> None:
     page = chosen.html or Path(chosen.out).with_suffix(".html")
     text = chosen.text if len(chosen.text) <= 80 else chosen.text[:79] + "…"
     draw_maps(drawn, tokens, tokens, chosen.out, title=f"{title}\n{text}", names=names)
-    causal = isinstance(loaded.model, GPT)
-    write_page(maps, tokens, tokens, page, title=title, text=chosen.text, causal=causal)
+    spans = read(loaded, chosen.text).spans
+    special = [index for index, (start, end) in enumerate(spans) if start == end == 0]
+    extra: dict[str, Any] = {"causal": isinstance(loaded.model, GPT), "special": (special, special)}
+    extra["predictions"] = next_tokens(loaded, chosen.text)
+    write_page(maps, tokens, tokens, page, title=title, text=chosen.text, **extra)
     print(f"layers: {layers}, heads: {heads}, tokens: {len(tokens)}: {chosen.out}, {page}")
 
 

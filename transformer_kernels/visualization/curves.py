@@ -14,7 +14,7 @@ from python_ref.positions import rotary, rotary_table, sinusoidal_positions
 from transformer_kernels.training._optional import require
 from transformer_kernels.visualization.figures import new_figure, write_figure
 
-KINDS = ("word", "integer", "binary", "sinusoidal", "rotary")
+KINDS = ("integer", "fraction", "binary", "sinusoidal", "rotary")
 FAR = 1e6  # steps beyond the ends of a run
 WAVES = 4  # columns that are drawn as curves
 
@@ -22,9 +22,9 @@ WAVES = 4  # columns that are drawn as curves
 def position_codes(kind: str, length: int, width: int) -> Tensor:
     """Position codes, one row per position.
 
-    "word" has one column per position (one-hot, the position as a word of a vocabulary), "integer" one column with the
-    number, "binary" one column per bit, the lowest first, "sinusoidal" `width` columns, and "rotary" a vector of
-    `width` ones that is rotated to each position.
+    "integer" is one column with the number (the same in every column of an embedding), "fraction" the number divided by
+    that of the last position, "binary" one column per bit, the lowest first, "sinusoidal" `width` columns, and "rotary"
+    a vector of `width` ones that is rotated to each position.
 
     Args:
         length: number of positions. width: number of columns of "sinusoidal" and "rotary".
@@ -38,10 +38,8 @@ def position_codes(kind: str, length: int, width: int) -> Tensor:
         raise ValueError(f"positions: kind must be one of {', '.join(KINDS)}; got {kind!r}")
     if min(length, width) < 1:
         raise ValueError(f"positions: length and width must be at least 1; got {length} and {width}")
-    if kind == "word":
-        return torch.eye(length)
-    if kind == "integer":
-        return torch.arange(length).float().unsqueeze(1)
+    if kind in ("integer", "fraction"):
+        return torch.arange(length).float().unsqueeze(1) / (1 if kind == "integer" else max(1, length - 1))
     if kind == "binary":
         bits = torch.arange(max(1, (length - 1).bit_length()))
         return (torch.arange(length).unsqueeze(1) >> bits & 1).float()
@@ -51,14 +49,19 @@ def position_codes(kind: str, length: int, width: int) -> Tensor:
     return rotary(ones, ones, *rotary_table(torch.arange(length), width))[0][0, 0]
 
 
-TITLES = {"word": "one-hot", "integer": "integers", "binary": "bits", "sinusoidal": "sines and cosines"}
+TITLES = {
+    "integer": "integers",
+    "fraction": "position / last position",
+    "binary": "bits",
+    "sinusoidal": "sines and cosines",
+}
 
 
 def draw_positions(kind: str, length: int, width: int, path: str | Path) -> None:
     """Write a figure of the codes, of single columns as waves, and of the cosine of each pair of positions."""
     codes = position_codes(kind, length, width)
     figure, (left, middle, right) = new_figure(13.0, 4.2, columns=3)
-    steps = kind in ("word", "binary")
+    steps = kind == "binary"
     waves = sorted({index * codes.shape[1] // WAVES for index in range(WAVES)})
     for number, column in enumerate(waves):
         style = {"drawstyle": "steps-mid" if steps else "default", "color": f"C{number}"}
@@ -145,16 +148,17 @@ def draw_runs(folders: list[str], path: str | Path) -> None:
     for axes, quantity in zip((left, *right), ("loss", "accuracy"), strict=False):
         axes.set(xlabel="step", ylabel=quantity, title="loss" if quantity == "loss" else "validation accuracy")
         axes.grid(alpha=0.3)
-        if len(logs) == 1 and (clock := _minutes(*logs.values())):
-            times = axes.secondary_xaxis("top", functions=clock)
-            times.set_xlabel("minutes", fontsize=8)
+        if len(logs) == 1 and (clock := _clock(*logs.values())):
+            unit, *functions = clock
+            times = axes.secondary_xaxis("top", functions=functions)
+            times.set_xlabel(unit, fontsize=8)
             times.xaxis.get_major_locator().set_params(nbins=5)
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncol=2, fontsize=8)
     write_figure(figure, path)
 
 
-def _minutes(lines: list[dict[str, Any]]) -> tuple[Any, Any] | None:
-    """Functions from steps to minutes of training and back; None if the log has no times.
+def _clock(lines: list[dict[str, Any]]) -> tuple[str, Any, Any] | None:
+    """A unit of time, and functions from steps to times of training and back; None if the log has no times.
 
     Between the entries they are interpolated, and past the ends continued with the mean speed."""
     points: list[tuple[int, float]] = []
@@ -163,11 +167,13 @@ def _minutes(lines: list[dict[str, Any]]) -> tuple[Any, Any] | None:
         if line["event"] == "train" and "seconds" in line:
             before += latest if line["seconds"] < latest else 0.0  # a resumed run of earlier versions
             latest = line["seconds"]
-            points.append((line["step"], (before + latest) / 60.0))
+            points.append((line["step"], before + latest))
     if len(points) < 2:
         return None
+    unit, seconds = ("minutes", 60.0) if points[-1][1] >= 120.0 else ("seconds", 1.0)
+    points = [(step, time / seconds) for step, time in points]
     numpy = require("numpy")
     (first, start), (last, end) = points[0], points[-1]
     slope = (end - start) / (last - first) or 1e-9
     x, y = zip((first - FAR, start - FAR * slope), *points, (last + FAR, end + FAR * slope), strict=True)
-    return lambda step: numpy.interp(step, x, y), lambda minute: numpy.interp(minute, y, x)
+    return unit, lambda step: numpy.interp(step, x, y), lambda time: numpy.interp(time, y, x)

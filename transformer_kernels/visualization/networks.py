@@ -45,24 +45,29 @@ def network(layers: int, gain: float = 1.0) -> list[Tensor]:
     return [torch.empty(WIDTH, WIDTH).uniform_(-bound, bound, generator=generator) for _ in range(layers)]
 
 
-def loss(weights: list[Tensor], shortcuts: bool) -> Tensor:
+def loss(weights: list[Tensor], shortcuts: bool, outputs: list[Tensor] | None = None) -> Tensor:
     """The mean squared error of a fixed regression: x <- GELU(x W), plus x with shortcuts; the mean of the last x
-    must be the sine of the sum of the first. Weights (..., 16, 16) give losses (...)."""
+    must be the sine of the sum of the first. Weights (..., 16, 16) give losses (...). `outputs` receives each x."""
     x = torch.randn(EXAMPLES, WIDTH, generator=torch.Generator().manual_seed(1))
     target = x.sum(1).sin()
     for weight in weights:
         y = ops.gelu(x @ weight)
         x = x + y if shortcuts else y
+        if outputs is not None:
+            outputs.append(x)
     return (x.mean(-1) - target).square().mean(-1)
 
 
 def gradient_sizes(layers: int, shortcuts: bool) -> list[float]:
-    """The mean absolute gradient of each layer's weights at initialisation, first layer first."""
+    """The mean absolute gradient of each layer's output at initialisation, first layer first.
+
+    The gradient of a layer's weights is this times the layer's input. Without shortcuts the inputs shrink from layer
+    to layer as much as these gradients grow, so the gradients of all weights are equally small."""
     if layers < 1:
         raise ValueError(f"gradients: layers must be at least 1; got {layers}")
-    weights = [weight.requires_grad_() for weight in network(layers)]
-    gradients = torch.autograd.grad(loss(weights, shortcuts), weights)
-    return [float(gradient.abs().mean()) for gradient in gradients]
+    outputs: list[Tensor] = []
+    error = loss([weight.requires_grad_() for weight in network(layers)], shortcuts, outputs)
+    return [float(gradient.abs().mean()) for gradient in torch.autograd.grad(error, outputs)]
 
 
 def draw_gradients(layers: int, path: str | Path) -> dict[bool, list[float]]:
@@ -74,7 +79,7 @@ def draw_gradients(layers: int, path: str | Path) -> dict[bool, list[float]]:
     figure, (axes,) = new_figure(8.0, 4.2)
     for (shortcuts, values), style in zip(sizes.items(), ("o-", "s--"), strict=True):
         axes.plot(range(1, layers + 1), values, style, label=KINDS[shortcuts], markersize=4)
-    axes.set(xlabel="layer", ylabel="mean |gradient| of the weights", yscale="log")
+    axes.set(xlabel="layer", ylabel="mean |gradient| of the output", yscale="log")
     axes.set_title(f"gradients of {layers} layers of width {WIDTH} at initialisation")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
@@ -117,19 +122,20 @@ def draw_landscape(layers: int, path: str | Path, *, steps: int = 200, points: i
     if layers < 1:
         raise ValueError(f"landscape: layers must be at least 1; got {layers}")
     figure, panels = new_figure(12.0, 4.8, columns=2)
-    losses = {}
-    for axes, shortcuts in zip(panels, KINDS, strict=True):
-        weights = trained(layers, shortcuts, steps)
-        losses[shortcuts] = float(loss(weights, shortcuts))
-        grid = landscape(weights, shortcuts, points).log10()
-        scale = torch.linspace(-1.0, 1.0, points).tolist()
-        image = axes.contourf(scale, scale, grid.numpy(), levels=20, cmap="viridis")
+    weights = {shortcuts: trained(layers, shortcuts, steps) for shortcuts in KINDS}
+    losses = {shortcuts: float(loss(each, shortcuts)) for shortcuts, each in weights.items()}
+    grids = {shortcuts: landscape(each, shortcuts, points).log10() for shortcuts, each in weights.items()}
+    lowest, highest = (float(end) for end in torch.stack([*grids.values()]).aminmax())
+    levels = torch.linspace(lowest, highest, 25).tolist()  # of both panels, so that a colour is one loss
+    scale = torch.linspace(-1.0, 1.0, points).tolist()
+    for axes, (shortcuts, grid) in zip(panels, grids.items(), strict=True):
+        image = axes.contourf(scale, scale, grid.numpy(), levels=levels, cmap="viridis")
         axes.plot(0, 0, "w+", markersize=10)
         axes.set(
             xlabel="first direction", ylabel="second direction", aspect="equal", xticks=[-1, 0, 1], yticks=[-1, 0, 1]
         )
         axes.set_title(f"{KINDS[shortcuts]}\nloss {losses[shortcuts]:.3g} at +", fontsize=10)
-        figure.colorbar(image, ax=axes, label="log10 of the loss")
+    figure.colorbar(image, ax=panels, label="log10 of the loss", format="%.1f")
     figure.suptitle(f"loss landscape of {layers} layers after {steps} steps")
     write_figure(figure, path)
     return losses

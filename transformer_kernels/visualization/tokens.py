@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +14,10 @@ from python_ref.encoder import Encoder
 
 MASKS = ("[MASK]", "<mask>")
 UNKNOWN = ("[UNK]", "<unk>")
+NO_CHARACTER = "\ufffd"
+PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that GPT-2's tokens spell as themselves
+BYTES = {chr(256 + n): byte for n, byte in enumerate(byte for byte in range(256) if byte not in PRINTABLE)}
+BYTES |= {chr(byte): byte for byte in PRINTABLE}
 BLANKS = {" ": "␣", "\n": "↵", "\t": "⇥", "\r": "⇤", "": "∅"}
 
 
@@ -62,9 +68,23 @@ def readable(piece: str) -> str:
 
 
 def _names(encoding: Any, text: str) -> list[str]:
-    """The names of tokens by the package `tokenizers`, whose offsets give "fox" and "s" for "Ġfox" and "##s"."""
-    pairs = zip(encoding.tokens, encoding.offsets, strict=True)
-    return [token if end == start or token in UNKNOWN else readable(text[start:end]) for token, (start, end) in pairs]
+    """The names of tokens by the package `tokenizers`: by their offsets "fox" for "Ġfox", but "##s" for a WordPiece,
+    and the bytes of tokens that share one character."""
+    count = Counter(encoding.offsets)
+    names = []
+    for token, (start, end) in zip(encoding.tokens, encoding.offsets, strict=True):
+        if end == start or token in UNKNOWN:
+            names.append(token)
+        elif end - start == 1 and count[start, end] > 1:
+            names.append(hexadecimal(BYTES[each] for each in token) if set(token) <= BYTES.keys() else token)
+        else:
+            names.append("##" * token.startswith("##") + readable(text[start:end]))
+    return names
+
+
+def hexadecimal(values: Iterable[int]) -> str:
+    """Bytes as in the vocabulary of Llama: <0xC3>."""
+    return "".join(f"<0x{value:02X}>" for value in values)
 
 
 def _of_a_recipe(tokenizer: Any, text: str, special: bool) -> tuple[list[int], list[str], list[tuple[int, int]]]:
@@ -93,5 +113,15 @@ def _pieces(tokenizer: Any, text: str) -> tuple[list[int], list[str], list[tuple
         return encoding.ids, _names(encoding, text), encoding.offsets
     ids = tokenizer.encode(text)
     pieces = [tokenizer.decode([index]) for index in ids]
-    ends = torch.tensor([len(piece) for piece in pieces]).cumsum(0).tolist()
-    return ids, [readable(piece) for piece in pieces], list(zip([0, *ends], ends, strict=False))
+    if not hasattr(tokenizer, "bytes_of"):
+        ends = torch.tensor([len(piece) for piece in pieces]).cumsum(0).tolist()
+        return ids, [readable(piece) for piece in pieces], list(zip([0, *ends], ends, strict=False))
+    raw = [tokenizer.bytes_of(index) for index in ids]
+    names = [
+        hexadecimal(each) if NO_CHARACTER in piece else readable(piece) for piece, each in zip(pieces, raw, strict=True)
+    ]
+    encoded, spans, at = text.encode(), [], 0
+    for each in raw:  # from the characters that are complete to those that have begun
+        start, at = len(encoded[:at].decode(errors="ignore")), at + len(each)
+        spans.append((start, sum(byte & 0xC0 != 0x80 for byte in encoded[:at])))
+    return ids, names, spans

@@ -1,9 +1,11 @@
+import hashlib
+
 import pytest
 import torch
 
 from transformer_kernels.training import CharGPT, CharGPTConfig, DataFileError
 from transformer_kernels.training.data import corpus
-from transformer_kernels.training.data.corpus import Windows, found_corpus, read_corpus
+from transformer_kernels.training.data.corpus import Windows, read_corpus
 
 
 def test_the_standard_library_is_the_same_text_every_time():
@@ -20,32 +22,15 @@ def test_tinyshakespeare_comes_from_a_folder(data_folder):
     assert text == read_corpus("tinyshakespeare", str(data_folder / "tinyshakespeare"))
 
 
-def test_auto_is_tinyshakespeare_where_it_is_and_else_says_where_to_get_it(tmp_path, monkeypatch, capsys, cache):
-    def put(folder):
-        (folder / "tinyshakespeare").mkdir(parents=True)
-        (folder / "tinyshakespeare" / "input.txt").write_text("To be")
-        return str(folder)
-
-    monkeypatch.delenv("TRANSFORMER_KERNELS_DATA", raising=False)
-    recipe = CharGPT(CharGPTConfig(corpus="auto"))
-    assert (recipe.config.corpus, recipe.config.data_dir) == ("stdlib", "")  # what a checkpoint holds
-    assert "--corpus tinyshakespeare (1.1 MB from https://" in capsys.readouterr().err
-    cached = put(cache)
-    assert found_corpus() == ("tinyshakespeare", cached)
-    monkeypatch.setenv("TRANSFORMER_KERNELS_DATA", put(tmp_path / "data"))
-    assert found_corpus() == ("tinyshakespeare", str(tmp_path / "data"))
-    assert found_corpus(str(tmp_path)) == ("tinyshakespeare", str(tmp_path))  # whose absence is an error
-    assert capsys.readouterr().err == ""
+def test_tinyshakespeare_is_bundled(data_folder):
+    """The same characters as the public file, found without a network, a folder or a cache."""
+    assert read_corpus("tinyshakespeare") == read_corpus("tinyshakespeare", str(data_folder))
 
 
-def test_tinyshakespeare_comes_from_the_folder_in_the_environment(tmp_path, monkeypatch):
-    """A text with another hash shows that the file is read; nothing is downloaded."""
-    monkeypatch.setattr(corpus, "fetch", lambda url, path, *_, **__: str(path).encode())
-    monkeypatch.setenv("TRANSFORMER_KERNELS_DATA", str(tmp_path))
-    assert read_corpus("tinyshakespeare").endswith("input.txt")  # of the cache: the folder is empty
-    (tmp_path / "input.txt").write_text("To be")
-    with pytest.raises(DataFileError, match=f"{tmp_path / 'input.txt'}: expected SHA-256"):
-        read_corpus("tinyshakespeare")
+def test_the_bundled_text_has_the_recorded_hash():
+    text = read_corpus("tinyshakespeare")
+    assert hashlib.sha256(text.encode()).hexdigest() == corpus.TINYSHAKESPEARE_SHA256
+    assert CharGPT(CharGPTConfig(corpus="auto")).config.corpus == "tinyshakespeare"  # of earlier configs
 
 
 def test_a_folder_without_tinyshakespeare_is_reported(tmp_path):

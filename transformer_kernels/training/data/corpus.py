@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import sys
+import bz2
+import importlib.resources
 import sysconfig
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from transformer_kernels.backends.build import cache_folder
-from transformer_kernels.training.data.files import DataFileError, check_hash, fetch
+from transformer_kernels.training.data.files import DataFileError, check_hash
 from transformer_kernels.training.step import to_device
 
-TINYSHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 TINYSHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-TINYSHAKESPEARE_BYTES = 1115394
 STDLIB_CHARACTERS = 4_000_000
 
 
@@ -37,26 +34,6 @@ def read_corpus(name: str, data_dir: str = "") -> str:
         raise ValueError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from error
 
 
-def found_corpus(data_dir: str = "") -> tuple[str, str]:
-    """The corpus that "auto" selects, and its folder; nothing is downloaded.
-
-    Tiny Shakespeare in `data_dir`, in the folder TRANSFORMER_KERNELS_DATA or in the cache, else the standard library.
-    """
-    for folder in filter(None, (data_dir, os.environ.get("TRANSFORMER_KERNELS_DATA"), str(cache_folder()))):
-        if folder == data_dir or any(path.is_file() for path in _candidates(folder)):
-            return "tinyshakespeare", folder
-    print(
-        "Tiny Shakespeare is not on this machine, so the model learns the standard library's sources. To get it, pass "
-        f"--corpus tinyshakespeare (1.1 MB from {TINYSHAKESPEARE_URL}) or the folder of its input.txt as --data-dir.",
-        file=sys.stderr,
-    )
-    return "stdlib", ""
-
-
-def _candidates(folder: str) -> list[Path]:
-    return [Path(folder, "input.txt"), Path(folder, "tinyshakespeare", "input.txt")]
-
-
 def _stdlib_text(limit: int = STDLIB_CHARACTERS) -> str:
     """The standard library's top-level modules, sorted by name, in printable ASCII, up to `limit` characters."""
     folder = Path(sysconfig.get_paths()["stdlib"])
@@ -73,20 +50,16 @@ def _stdlib_text(limit: int = STDLIB_CHARACTERS) -> str:
 
 
 def _tinyshakespeare_text(data_dir: str) -> str:
-    remedy = "get the file elsewhere and give its folder as --data-dir"
-    shared = os.environ.get("TRANSFORMER_KERNELS_DATA", "")
-    if not data_dir and shared and any(path.is_file() for path in _candidates(shared)):
-        data_dir = shared
+    """The bundled text, or that of the input.txt in `data_dir`, which must be the same."""
     if not data_dir:
-        path = cache_folder() / "tinyshakespeare" / "input.txt"
-        data = fetch(TINYSHAKESPEARE_URL, path, TINYSHAKESPEARE_SHA256, max_bytes=TINYSHAKESPEARE_BYTES, remedy=remedy)
-        return data.decode()
-    candidates = _candidates(data_dir)
+        packed = importlib.resources.files("transformer_kernels") / "texts" / "tinyshakespeare.txt.bz2"
+        return bz2.decompress(packed.read_bytes()).decode()
+    candidates = [Path(data_dir, "input.txt"), Path(data_dir, "tinyshakespeare", "input.txt")]
     found = next((path for path in candidates if path.is_file()), None)
     if found is None:
         raise DataFileError(f"no tinyshakespeare in {data_dir}: looked for {candidates[0]} and {candidates[1]}")
     data = found.read_bytes()
-    check_hash(found, data, TINYSHAKESPEARE_SHA256, f"fetch it again from {TINYSHAKESPEARE_URL}")
+    check_hash(found, data, TINYSHAKESPEARE_SHA256, "leave --data-dir out: the text is bundled")
     return data.decode()
 
 

@@ -130,6 +130,10 @@ class Gpt2Tokenizer(ReviewTokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return self._encoding.decode([index for index in ids if index <= GPT2_END_OF_TEXT])
 
+    def bytes_of(self, index: int) -> bytes:
+        """The bytes of one token, which may be part of a character."""
+        return self._encoding.decode_single_token_bytes(index)
+
     def describe(self) -> dict[str, Any]:
         return {"kind": "gpt2", "sha256": VOCAB_BPE_SHA256}
 
@@ -145,6 +149,10 @@ class ByteTokenizer(ReviewTokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(index for index in ids if index < 256).decode(errors="replace")
+
+    def bytes_of(self, index: int) -> bytes:
+        """The byte of one token."""
+        return bytes([index])
 
     def describe(self) -> dict[str, Any]:
         return {"kind": "bytes"}

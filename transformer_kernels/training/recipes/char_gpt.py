@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from transformer_kernels.pretrained.generation import Choice, Sampling, generate_many
 from transformer_kernels.training.config import TrainingConfig, build_preset, option
-from transformer_kernels.training.data.corpus import Windows, found_corpus, read_corpus
+from transformer_kernels.training.data.corpus import Windows, read_corpus
 from transformer_kernels.training.data.tokenizers import CharacterTokenizer
 from transformer_kernels.training.distributed import Processes
 from transformer_kernels.training.recipe import Recipe, Trained
@@ -34,12 +34,13 @@ class CharGPTConfig(TrainingConfig):
 
     corpus: str = option(
         "stdlib",
-        "stdlib (source code of Python's standard library), tinyshakespeare (downloaded once), auto (tinyshakespeare "
-        "if it is in --data-dir, TRANSFORMER_KERNELS_DATA or the cache, else stdlib), or a text file",
+        "stdlib (source code of Python's standard library), tinyshakespeare (bundled), or a text file",
         fixed=True,
         later={"evaluate": "data"},
     )
-    data_dir: str = option("", "folder with tinyshakespeare's input.txt", later={"evaluate": "data_dir"})
+    data_dir: str = option(
+        "", "folder with another copy of tinyshakespeare's input.txt", later={"evaluate": "data_dir"}
+    )
     split: str = option(
         "90/10",
         "90/10: hold out the last tenth for validation; none: no validation",
@@ -61,8 +62,8 @@ class CharGPT(Recipe):
 
     def __init__(self, config: CharGPTConfig | None = None, tokenizer: Any = None) -> None:
         self.config = config or self.Config()
-        if self.config.corpus == "auto":
-            self.config.corpus, self.config.data_dir = found_corpus(self.config.data_dir)
+        if self.config.corpus == "auto":  # of earlier configs
+            self.config.corpus = "tinyshakespeare"
         text = read_corpus(self.config.corpus, self.config.data_dir)
         if not text:
             raise ValueError(

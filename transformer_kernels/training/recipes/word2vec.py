@@ -32,11 +32,13 @@ class Word2VecConfig(TrainingConfig):
 
     text: str = option(
         "stdlib",
-        "text file, or stdlib (source code of Python's standard library) or tinyshakespeare (downloaded once)",
+        "text file, or stdlib (source code of Python's standard library) or tinyshakespeare (bundled)",
         fixed=True,
         later={"evaluate": "data"},
     )
-    data_dir: str = option("", "folder with tinyshakespeare's input.txt", later={"evaluate": "data_dir"})
+    data_dir: str = option(
+        "", "folder with another copy of tinyshakespeare's input.txt", later={"evaluate": "data_dir"}
+    )
     width: int = option(100, "elements of a word vector", fixed=True)
     window: int = option(5, "largest distance of a neighbour, in words", fixed=True)
     noise: int = option(5, "noise words per neighbour", fixed=True)
