@@ -122,7 +122,7 @@ class Compiled(Kernels):
 
     @classmethod
     @functools.cache
-    def on(cls, machine: Machine) -> type[Compiled]:
+    def on(cls, machine: Any) -> type[Compiled]:
         """The class of the kernels of this machine."""
         return type(cls.__name__, (cls,), {"machine": machine, "__module__": cls.__module__})
 
