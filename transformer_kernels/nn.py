@@ -296,7 +296,6 @@ class MultiHeadAttention(_WithBackend, torch.nn.MultiheadAttention):
         dropout_p = self.dropout if self.training else 0.0
         options: dict[str, Any] = {"causal": causal, "key_padding_mask": real, "attn_bias": bias}
         mixed = ops.attention(q, k, v, dropout_p=dropout_p, backend=self.backend, **options)
-        assert isinstance(mixed, Tensor)  # a pair only with return_lse
         joined = self.out_proj(self._join_heads(mixed, batched))
         if not need_weights:
             return joined, None

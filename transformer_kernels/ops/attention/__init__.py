@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from transformer_kernels.ops.attention.scores import (
     checked_scores,
     last_axis_contiguous,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @record
@@ -91,6 +94,33 @@ Into = tuple[Tensor, Tensor, Tensor]
 """Where a backward pass writes the gradients of q, k and v."""
 
 
+if TYPE_CHECKING:
+
+    class Options(TypedDict, total=False):
+        """The options of `attention` but `return_lse`."""
+
+        causal: bool
+        key_padding_mask: Tensor | None
+        attn_bias: Tensor | None
+        alibi_slopes: Tensor | None
+        cu_seqlens: Tensor | None
+        cu_seqlens_k: Tensor | None
+        window: Window
+        dropout_p: float
+        scale: float | None
+        softcap: float | None
+        sinks: Tensor | None
+        backend: str | None
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[Options]
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Options]
+) -> tuple[Tensor, Tensor]: ...
 @_checks.spelled_unlike_torch(
     "F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=p, is_causal=True)",
     "attention(q, k, v, attn_bias=bias, dropout_p=p, causal=True)",

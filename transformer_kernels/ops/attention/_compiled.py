@@ -77,8 +77,8 @@ class Kernels(AttentionKernels, Compiled):
         """The kernels for packed calls of this layout; None where they lack a part of one."""
         whole = cls.machine is not cuda or call.qkv.shape[3] <= MAX_WHOLE_HEAD_DIM
         can = call.scores.sinks is None and (call.cos is None or (whole and cls.rotates(inner)))
-        kernels: Any = PackedKernels.on(cls.machine)
-        return kernels(call, inner) if can else None
+        kernels: Any = PackedKernels
+        return kernels.on(cls.machine)(call, inner) if can else None
 
     @classmethod
     def unsupported(cls, call: AttentionCall) -> str | None:
