@@ -215,7 +215,7 @@ class OperatorGraphs:
     def run(self, work):
         return work()
 
-    def capture(self, work):
+    def capture(self, work, inputs=()):
         self.captures += 1
         cache = work.__self__.cache
         kept = [cache.position, *cache.keys, *cache.values]
@@ -278,7 +278,7 @@ def test_recorded_steps_are_what_a_model_of_the_cpu_kernels_gets():
 
 
 class RefusingGraphs(OperatorGraphs):
-    def capture(self, work):
+    def capture(self, work, inputs=()):
         work()
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 

@@ -5,6 +5,7 @@ import random
 import threading
 from collections import Counter
 
+import numpy
 import pytest
 import torch
 from torch.utils import _pytree as pytree
@@ -12,7 +13,7 @@ from torch.utils import _pytree as pytree
 import transformer_kernels as tk
 from transformer_kernels.backends import cpu
 from transformer_kernels.graphs import _effects
-from transformer_kernels.graphs._host import HostGraphs
+from transformer_kernels.graphs._host import HostGraphs, in_one_piece
 
 pytestmark = pytest.mark.skipif(
     cpu.unavailable(torch.device("cpu")) is not None, reason="the CPU kernels are not built"
@@ -105,9 +106,72 @@ def test_writes_to_memory_of_others_are_undone_before_the_validation(foreign):
 
     before = calls["triple"]
     replay = HostGraphs().capture(work)
-    assert weight.tolist() == [3.0] * 3 and calls["triple"] == before + 2
+    assert weight.tolist() == [3.0] * 3 and calls["triple"] == before + 4
     assert replay().tolist() == [4.0] * 3
     assert replay().tolist() == [10.0] * 3
+
+
+def test_a_call_that_changes_nothing_at_the_capture_is_missed_on_other_values():
+    """It bypasses the dispatcher, and rounds what is whole."""
+    weight, x = torch.ones(3), torch.zeros(3)
+    memory = weight.numpy()
+
+    def work(x=x):
+        weight.add_(x)
+        numpy.floor(memory, out=memory)
+        return weight + 1
+
+    with pytest.raises(RuntimeError, match="its replay computes other values"):
+        HostGraphs().capture(work, [x])
+    assert weight.tolist() == [1.0] * 3 and x.tolist() == [0.0] * 3
+
+
+def test_work_that_does_not_accept_other_values_is_recorded_on_its_own():
+    scale, x = torch.ones(3), torch.ones(3)
+
+    def only_ones():
+        scale.mul_(1)
+        in_one_piece(refuse_others, scale)
+        return scale * x
+
+    def refuse_others(scale):
+        if not torch.equal(scale, torch.ones(3)):
+            raise ValueError("not one")
+
+    replay = HostGraphs().capture(only_ones, [x])
+    replay()
+    x.fill_(5)
+    assert replay().tolist() == [5.0] * 3
+    assert scale.tolist() == [1.0] * 3
+
+
+def test_observers_see_no_changed_values():
+    graphs, seen, x = HostGraphs(), [], torch.ones(3)
+    observe = graphs.on_host(lambda value: seen.append(value.sum().item()))
+
+    def work():
+        y = x * 2
+        observe(y)
+        return y + 1
+
+    replay = graphs.capture(work, [x])
+    replay()
+    x.fill_(2)
+    replay()
+    assert seen == [6.0, 6.0, 12.0]  # the first run, its validation, the second replay
+
+
+def test_state_that_the_first_run_creates_is_refused():
+    state = {}
+
+    def work():
+        if not state:
+            state["count"] = torch.zeros(1) + 0
+        state["count"].add_(1)
+        return torch.ones(3)
+
+    with pytest.raises(RuntimeError, match="it writes to memory that its first call has created"):
+        HostGraphs().capture(work)
 
 
 def test_random_numbers_of_an_operator_are_drawn_by_each_replay(foreign):
@@ -274,6 +338,52 @@ def test_a_thread_that_draws_random_numbers_beside_a_capture(draws):
     state = torch.get_rng_state()
     assert torch.equal(HostGraphs().capture(work)(), x + 1)
     assert not torch.equal(torch.get_rng_state(), state)  # the thread's numbers are not drawn again
+
+
+def calls_with_effects(operators):
+    """Calls on values, memory outside of the recording, and a choice; at zeros most of them change nothing."""
+    return [
+        lambda x, outside, choice: operators.triple(choice.choice([x, outside])),
+        lambda x, outside, choice: operators.in_place(x).add_(outside),
+        lambda x, outside, choice: operators.both(x, outside)[1].mul_(0.5),
+        lambda x, outside, choice: operators.several([x, outside]),
+        lambda x, outside, choice: x.add_(operators.noise(x) * x),
+        lambda x, outside, choice: outside.add_(x),
+        lambda x, outside, choice: x.floor_(),
+        lambda x, outside, choice: x.clamp_(max=choice.random()),
+        lambda x, outside, choice: torch.mul(x, 1 + outside.abs(), out=x),
+        lambda x, outside, choice: x.masked_fill_(outside > 0.5, 0.0),
+        lambda x, outside, choice: x[1:].copy_(outside[:-1]),
+        lambda x, outside, choice: torch.sum(x.view(3, 1).expand(3, 2), 1, out=outside),
+        lambda x, outside, choice: outside.add_(torch.rand(3) * x),
+        lambda x, outside, choice: torch._foreach_add_([x, outside], [outside.clone(), x.clone()]),
+    ]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_programs_with_side_effects_are_replayed(foreign, seed):
+    """They are captured on zeros and replayed on other values."""
+    choice = random.Random(seed)
+    program = [(choice.choice(calls_with_effects(foreign[0])), choice.random()) for _ in range(6)]
+    x, outside = torch.zeros(3), torch.zeros(3)
+
+    def work():
+        y = x * 2
+        for call, number in program:
+            call(y, outside, random.Random(number))
+        return y + 1
+
+    replay = HostGraphs().capture(work, [x])
+    replay()
+    for _ in range(2):
+        values, state = torch.randn(2, 3), torch.get_rng_state()
+        results = []
+        for run in (work, replay):
+            torch.set_rng_state(state)
+            x.copy_(values[0])
+            outside.copy_(values[1])
+            results.append([run().clone(), outside.clone(), torch.get_rng_state()])
+        assert all(map(torch.equal, *results))
 
 
 def drawn(seed, count):

@@ -12,8 +12,8 @@ class CountedHostGraphs(HostGraphs):
         self.runs += 1
         return super().run(work)
 
-    def capture(self, work):
-        replay = super().capture(work)
+    def capture(self, work, inputs=()):
+        replay = super().capture(work, inputs)
         self.captures += 1
 
         def counted():

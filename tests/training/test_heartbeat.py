@@ -25,13 +25,16 @@ def beating():
         each.leave()
 
 
-def test_a_process_that_stops_is_named_once(beating):
+@pytest.mark.parametrize("begun, seconds", [(True, 1), (False, 3)])
+def test_a_process_that_stops_or_never_begins_is_named_once(beating, begun, seconds):
     store = dist.HashStore()
-    others = [beating(store, rank, 3, 0.6) for rank in (0, 2)]  # process 1 never begins
+    if begun:
+        store.add("beats of 1", 1)
+    others = [beating(store, rank, 3, 0.6) for rank in (0, 2)]
     for _, _, ended in others:
         assert ended.wait(20)
     (first,), (second,) = (messages for _, messages, _ in others)
-    assert first.startswith("process 1 has not responded for 1 s: it is stopped or cannot be reached")
+    assert first.startswith(f"process 1 has not responded for {seconds} s: it is stopped or cannot be reached")
     assert second == ""
 
 

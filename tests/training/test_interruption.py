@@ -1,5 +1,6 @@
 """Signals, as a shell or a batch system sends them, to a real process."""
 
+import json
 import os
 import signal
 import subprocess
@@ -8,14 +9,16 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from transformer_kernels.training import load_checkpoint
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 
-# Trains for ever; with "slow" as its last argument each save takes a minute, once it has begun.
+# With "slow" as its last argument each save takes a minute, once it has begun; with "nan" the loss of process 1 becomes
+# NaN in the seventh step.
 PROGRAM = """
-import sys, time, torch
+import os, sys, time, torch
 torch.set_num_threads(1)
 from transformer_kernels import cli
 from transformer_kernels.training.loop import trainer
@@ -25,42 +28,71 @@ if sys.argv[-1] == "slow":
         print("saving", flush=True)
         time.sleep(60)
     trainer.save_checkpoint = slow_save
+if sys.argv[-1] == "nan":
+    sys.argv.pop()
+    class Loss(trainer.TrainingLoss):
+        calls = 0
+        def forward(self, inputs, targets):
+            self.calls += 1
+            poisoned = os.environ["RANK"] == "1" and self.calls == 7
+            return super().forward(inputs, targets) * (float("nan") if poisoned else 1.0)
+    trainer.TrainingLoss = Loss
 sys.exit(cli.main(sys.argv[1:]))
 """
 
 
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
 @pytest.fixture
-def start(text_file, tmp_path):
-    """Starts the program and waits until it has trained for some steps; ends it with the test."""
+def launch(text_file, tmp_path):
+    """Starts the program, in an empty folder; ends it with the test."""
     processes = []
 
-    def start(*extra):
+    def launch(*extra, launcher=()):
         model = [part for pair in ("layers=1", "width=16", "heads=2") for part in ("--model", pair)]
-        options = ["--corpus", text_file, "--context", "8", "--steps", "10000000", "--out", tmp_path / "run"]
+        options = ["--corpus", text_file, "--context", "8", "--steps", "10000000"]
         rarely = ["--eval-every", "10000000", "--save-every", "10000000", "--log-every", "5", "--no-progress"]
-        command = [sys.executable, "-c", PROGRAM, "train", "char-gpt", *options, *rarely, *model, *extra]
+        program = tmp_path / "program.py"
+        program.write_text(PROGRAM)
+        command = [sys.executable, *launcher, program, "train", "char-gpt", *options, *rarely, *model, *extra]
         process = subprocess.Popen(
             list(map(str, command)),
-            cwd=CHECKOUT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            cwd=tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(CHECKOUT)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
         processes.append(process)
-        log, deadline = tmp_path / "run" / "log.jsonl", time.monotonic() + 60
-        while not (log.exists() and '"train"' in log.read_text()):
-            assert process.poll() is None, process.stderr.read()
-            assert time.monotonic() < deadline, "the program did not start to train"
-            time.sleep(0.05)
         return process
 
-    yield start
+    yield launch
     for process in processes:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
+
+
+def wait_until(done, process):
+    deadline = time.monotonic() + 60
+    while not done():
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline, "the program did not start to train"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def start(launch, tmp_path):
+    """Starts the program and waits until it has trained for some steps."""
+
+    def start(*extra):
+        process, log = launch("--out", tmp_path / "run", *extra), tmp_path / "run" / "log.jsonl"
+        wait_until(lambda: log.exists() and '"train"' in log.read_text(), process)
+        return process
+
+    return start
 
 
 @pytest.mark.parametrize("signum, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -160,3 +192,40 @@ def test_a_second_interrupt_ends_at_once(start):
     process.communicate(timeout=30)
     assert process.returncode == -signal.SIGINT
     assert time.monotonic() - begun < 20
+
+
+def events(folder, name):
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["event"] == name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("out", [True, False])
+def test_a_restart_by_torchrun_continues_the_run(launch, tmp_path, out):
+    length = "--steps", "400", "--save-every", "5", "--model", "dropout=0.1"
+    folder = tmp_path / "runs" / "char-gpt"
+    process = launch(*length, *(("--out", folder) if out else ()), launcher=(*TORCHRUN, "--max-restarts", "1"))
+    wait_until((folder / "last").exists, process)
+    os.kill(worker(process, 1), signal.SIGKILL)
+    _, printed = process.communicate(timeout=100)
+    assert process.returncode == 0, printed
+    first, second = events(folder, "start")
+    assert first["step"] == 0 < second["step"]
+    assert [each["step"] for each in events(folder, "end")] == [400]
+    assert [each.name for each in folder.parent.iterdir()] == ["char-gpt"]
+    unbroken = launch(*length, "--out", tmp_path / "unbroken", launcher=TORCHRUN)
+    assert unbroken.communicate(timeout=100) and unbroken.returncode == 0
+    found, expected = (load_checkpoint(each / "last").weights for each in (folder, tmp_path / "unbroken"))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.slow
+def test_a_process_that_diverges_is_in_the_log_of_the_first(launch, tmp_path):
+    process = launch("--out", tmp_path / "run", "nan", launcher=TORCHRUN)
+    _, printed = process.communicate(timeout=100)
+    assert process.returncode == 1
+    (event,) = events(tmp_path / "run", "diverged")
+    assert (event["what"], event["value"], event["at_step"], event["process"]) == ("loss", "nan", 7, 1)
+    assert len(event["items"]) == 8
+    assert printed.count("the loss is nan at step 7") == 1
+    assert "of process 1" in printed

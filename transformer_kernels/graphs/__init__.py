@@ -19,7 +19,7 @@ import threading
 import traceback
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,8 +68,11 @@ class Graphs(Protocol):
         """Run the work eagerly on the side stream."""
         ...
 
-    def capture(self, work: Work) -> Work:
-        """Capture the work; returns its replay, whose result is in static memory. Must be replayed immediately."""
+    def capture(self, work: Work, inputs: Sequence[Tensor] = ()) -> Work:
+        """Capture the work; returns its replay, whose result is in static memory. Must be replayed immediately.
+
+        `inputs` are its arguments in static memory.
+        """
         ...
 
     def on_host(self, function: Callable[..., None]) -> Callable[..., None]:
@@ -270,7 +273,7 @@ class Graphed:
         try:
             with _capturing(self._optimizer):
                 before = self._state(leaves)
-                replay = graphs.capture(work)
+                replay = graphs.capture(work, _tensors_among(kept))
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -397,8 +400,9 @@ def graphed(
     """The function, captured for each shape of its arguments and then replayed without running its Python code.
 
     On a GPU a call is one CUDA graph, on a CPU a list of the kernels and operators that it called, in memory of
-    its own. The first `warm_up_calls` calls with arguments of a shape run eagerly. A CPU recording is validated: it is
-    replayed once from the initial state and must reproduce weights and outputs.
+    its own. The first `warm_up_calls` calls with arguments of a shape run eagerly. On a CPU the next call runs the
+    function twice, the second time on changed values of its arguments and of what it writes; the recording must
+    reproduce weights and outputs of both.
 
     With an optimizer the function is a training step: forward, one or more backward passes, clipping,
     `optimizer.step()`. Gradients are None before and after each call. Learning rates become tensors; each call uses

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,7 +52,7 @@ class CudaGraphs:
         """False: unknown for a CUDA graph."""
         return False
 
-    def capture(self, work: Work) -> Work:
+    def capture(self, work: Work, inputs: Sequence[Tensor] = ()) -> Work:
         graph = torch.cuda.CUDAGraph()
         index = torch.cuda.current_device() if self._device.index is None else self._device.index
         generator = torch.cuda.default_generators[index]

@@ -5,9 +5,6 @@ A recording repeats such an operator as a call, whatever it returned when it was
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import compress
-from operator import ne
 from typing import Any
 
 import torch
@@ -100,60 +97,3 @@ class Repeated:
                 raise RuntimeError(f"{self._function._schema.name} returned shape {was} at the capture and now {now}")
             if old.data_ptr() != new.data_ptr():
                 old.copy_(new)
-
-
-class Held:
-    """The memory that a recording reads and writes; it must not be freed, resized or moved while that exists."""
-
-    def __init__(self) -> None:
-        self._tensors: dict[int, tuple[Tensor, tuple[int, int], str]] = {}  # of each storage: with extent and operation
-        self._outside: list[torch.UntypedStorage] = []
-        self._addresses: list[int] = []
-        self._sizes: list[int] = []
-        self._operations: list[str] = []
-
-    def add(self, tensor: Tensor, operation: str) -> None:
-        """Add the storage of a tensor.
-
-        Raises:
-            RuntimeError: it has other memory than before, or none.
-        """
-        storage = tensor.untyped_storage()
-        now = extent(storage)
-        _, before, first = self._tensors.setdefault(storage._cdata, (tensor, now, operation))
-        if before != now or (tensor.numel() and not now[1]):
-            raise RuntimeError(moved(first))
-
-    def check(self) -> None:
-        """Raise RuntimeError if a storage has been freed, resized or moved during the capture."""
-        for tensor, before, operation in self._tensors.values():
-            if extent(tensor.untyped_storage()) != before:
-                raise RuntimeError(moved(operation))
-
-    def keep(self, is_outside: Callable[[Tensor], bool]) -> None:
-        """Forget storages, except those outside of the memory of recordings, which each replay checks."""
-        outside = [each for each in self._tensors.values() if is_outside(each[0])]
-        self._tensors.clear()
-        self._outside = [tensor.untyped_storage() for tensor, *_ in outside]
-        self._addresses, self._sizes = [each[1][0] for each in outside], [each[1][1] for each in outside]
-        self._operations = [operation for *_, operation in outside]
-
-    def check_before_replay(self) -> None:
-        """Raise RuntimeError if memory outside of the recordings has been freed, resized or moved since the capture."""
-        addresses = [*map(torch.UntypedStorage.data_ptr, self._outside)]
-        sizes = [*map(torch.UntypedStorage.nbytes, self._outside)]
-        if addresses != self._addresses or sizes != self._sizes:
-            changed = map(ne, zip(addresses, sizes, strict=True), zip(self._addresses, self._sizes, strict=True))
-            raise RuntimeError(f"graphed: {moved(next(compress(self._operations, changed)))}")
-
-
-def extent(storage: torch.UntypedStorage) -> tuple[int, int]:
-    """Address and size."""
-    return storage.data_ptr(), storage.nbytes()
-
-
-def moved(operation: str) -> str:
-    return (
-        f"the memory that {operation} uses was freed or resized afterwards (UntypedStorage.resize_, as by FSDP2's"
-        " resharding); recordings need memory that stays"
-    )

@@ -203,11 +203,15 @@ class _GraphedStep:
     def _work(self) -> Tensor:
         return self.model(self.tokens, cache=self.cache, last_only=True)[:, -1]
 
+    def _work_from_there(self) -> Tensor:
+        self.cache.tokens = self.before  # a capture may run it twice
+        return self._work()
+
     def _capture(self) -> None:
         """Capture the step. The computation during capture is discarded; the first replay counts it."""
-        before = self.cache.tokens
+        before = self.before = self.cache.tokens
         try:
-            self.replay = self.graphs.capture(self._work)
+            self.replay = self.graphs.capture(self._work_from_there)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:

@@ -26,10 +26,9 @@ from transformer_kernels.training.heartbeat import Heartbeat, limit
 _agreements = itertools.count()
 
 
-def _store(*, own_connection: bool = False) -> dist.Store:
-    """Key-value store of the process group; calls of one connection wait for each other."""
-    store: Any = dist.distributed_c10d._get_default_store()
-    return dist.PrefixStore("transformer_kernels", store.clone() if own_connection else store)
+def _store() -> dist.Store:
+    """Key-value store of the process group."""
+    return dist.PrefixStore("transformer_kernels", dist.distributed_c10d._get_default_store())
 
 
 @dataclass(frozen=True)
@@ -62,12 +61,12 @@ class Processes:
         return values
 
     def agree(self, holds: bool) -> bool:
-        """Whether something holds in every process; may be called by a process whose collectives were cut short."""
+        """Whether something holds in every process; waits for the others only if it holds in this one."""
         if self.count == 1:
             return holds
         store, call = _store(), next(_agreements)
         store.set(f"{call}/{self.rank}", str(holds))
-        return all(store.get(f"{call}/{rank}") == b"True" for rank in range(self.count))
+        return holds and all(store.get(f"{call}/{rank}") == b"True" for rank in range(self.count))
 
     def note(self, key: str, value: str) -> None:
         """Keep a text that other processes can read when this one has ended; a later one does not replace it."""
@@ -98,11 +97,11 @@ def joined_processes() -> Iterator[Processes]:
     if torch.cuda.is_available() and local_rank < torch.cuda.device_count():
         torch.cuda.set_device(local_rank)
         backend = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend)
-    rank, count = dist.get_rank(), dist.get_world_size()
-    heartbeat = Heartbeat(_store(own_connection=True), rank, count, limit())
+    store, rank, count = _rendezvous()
+    heartbeat = Heartbeat(dist.PrefixStore("heartbeat", store.clone()), rank, count, limit())
     heartbeat.start()
     try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=count)
         yield Processes(rank, count, local_rank)
     except Exception as error:
         lost = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in _first_line(error))
@@ -114,13 +113,23 @@ def joined_processes() -> Iterator[Processes]:
         raise shown from error
     finally:
         heartbeat.leave()
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _rendezvous() -> tuple[Any, int, int]:
+    """A part of the launcher's store that no earlier attempt has used, the rank and the number of processes.
+
+    A restarted launch keeps its store, in which PyTorch would find the addresses of processes that have ended.
+    """
+    store, rank, count = next(dist.rendezvous("env://"))
+    return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store), rank, count
 
 
 def _report_once(error: Exception) -> None:
     """Set `error.reported` if another process raises it too, and prints it."""
     topic = type(error).__name__ if isinstance(error, ProcessLost | TrainingDiverged | Interrupted) else str(error)
-    with contextlib.suppress(RuntimeError):  # the launcher, which has the store, has ended
+    with contextlib.suppress(RuntimeError, ValueError):  # the launcher, which has the store, has ended; or none joined
         number = _store().add(f"reported {hashlib.sha256(topic.encode()).hexdigest()}", 1)
         error.reported = number > 1  # type: ignore[attr-defined]
 

@@ -13,12 +13,15 @@ import torch.distributed as dist
 LIMIT = 60.0
 """Seconds without a sign of life after which a run ends; TRANSFORMER_KERNELS_PROCESS_TIMEOUT sets another value."""
 
+JOINING = 5
+"""Multiple of the limit for a process that has not begun: it may still import its libraries."""
+
 
 class Heartbeat(threading.Thread):
     """Counts in the store of the process group, and ends this process if another one stops counting.
 
     Args:
-        store: with a connection of its own; each call returns at once.
+        store: with a connection of its own, whose calls wait for each other; each returns at once.
         rank, count: of this process, and of all.
         limit: in seconds.
         end: called with the error message in one process, and with an empty one in the others.
@@ -52,13 +55,14 @@ class Heartbeat(threading.Thread):
             for rank, number in beats.items():
                 if suspended or number != seen[rank][0] or rank in left:
                     seen[rank] = number, now
-            lost = sorted(rank for rank, (_, when) in seen.items() if now - when > self._limit)
+            limits = {rank: self._limit if number else JOINING * self._limit for rank, (number, _) in seen.items()}
+            lost = sorted(rank for rank, (_, when) in seen.items() if now - when > limits[rank])
             if lost:
                 speaker = min(set(range(self._count)) - set(lost) - left)
                 names = ", ".join(map(str, lost))
                 self._end(
-                    f"process {names} has not responded for {self._limit:.0f} s: it is stopped or cannot be reached;"
-                    " continue the run with --resume"
+                    f"process {names} has not responded for {limits[lost[0]]:.0f} s: it is stopped or cannot be"
+                    " reached; continue the run with --resume"
                     if speaker == self._rank
                     else ""
                 )

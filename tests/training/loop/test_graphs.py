@@ -49,7 +49,7 @@ class RecordedGraphs:
         self.runs += 1
         return work()
 
-    def capture(self, work):
+    def capture(self, work, inputs=()):
         self.captures += 1
         result = torch.full((2,), torch.nan)
 
@@ -74,7 +74,7 @@ class RefusingGraphs(RecordedGraphs):
         super().__init__()
         self.error = error
 
-    def capture(self, work):
+    def capture(self, work, inputs=()):
         self.captures += 1
         raise self.error("operation not permitted when stream is capturing\nmore")
 
@@ -296,9 +296,9 @@ def test_a_replayed_loss_that_is_not_finite_ends_the_run(char_config, kind):
 
 def test_a_signal_while_capturing_ends_the_run_after_that_step(char_config):
     class InterruptedGraphs(RecordedGraphs):
-        def capture(self, work):
+        def capture(self, work, inputs=()):
             os.kill(os.getpid(), signal.SIGTERM)
-            return super().capture(work)
+            return super().capture(work, inputs)
 
     config = char_config(steps=STEPS)
     with pytest.raises(Interrupted, match=f"stopped by SIGTERM after step {WARM_UP_CALLS + 1}"):
