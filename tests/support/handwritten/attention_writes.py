@@ -406,3 +406,9 @@ def grouped_sdpa_of_repeated_keys(q, other, k, v):
 def repeated_keys_that_see_nothing(q, other, k, v, hides_rows):
     scores = _many(q, other) @ k.repeat_interleave(2, 1).mT * SCALE
     return torch.softmax(scores.masked_fill(hides_rows, -1e9), -1) @ v.repeat_interleave(2, 1)
+
+
+@trap
+def three_axes_and_a_mask_of_three(q, k, v, mask):
+    scores = q[:, 0] @ k[:, 1].mT * SCALE
+    return torch.softmax(scores.masked_fill(mask[:, 0], -math.inf), -1) @ v[:, 0]
