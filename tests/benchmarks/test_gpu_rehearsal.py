@@ -94,7 +94,7 @@ def kill(process):
 def test_both_calls_with_planted_failures(machine):
     folder, out = machine / "run", machine / "out"
     first = call(machine, "first", 600)
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 900
     while first.poll() is None and len(read_lines(folder / evidence.TESTS)) < 20 and time.monotonic() < deadline:
         time.sleep(0.05)
     kill(first)  # as a machine is at the limit of its command
