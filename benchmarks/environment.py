@@ -27,6 +27,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     return {
         "device": device_name(device),
         "device_type": device.type,
+        "capability": list(torch.cuda.get_device_capability(device)) if device.type == "cuda" else None,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,

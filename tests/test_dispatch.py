@@ -3,6 +3,7 @@
 import inspect
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -113,7 +114,8 @@ def test_auto_takes_the_first_that_supports_the_call(monkeypatch):
     refused = {"triton": "not this call"}
     monkeypatch.setattr(dispatch, "_refusal", lambda op, name, arguments: refused.get(name))
     monkeypatch.setattr(dispatch, "distrusted", None)
-    name, refusals = dispatch._automatic("gelu", (torch.ones(3), "none"), torch.device("cpu"))
+    operation = SimpleNamespace(name="gelu")
+    name, refusals = dispatch._automatic(operation, (torch.ones(3), "none"), torch.device("cpu"))
     assert name == "torch" and refusals == {"cuda": "none here", "triton": "not this call"}
 
 

@@ -22,7 +22,7 @@ from transformer_kernels import verification
 CPU = torch.device("cpu")
 
 
-def program(code, seconds=5.0):
+def program(code, seconds=30.0):
     """A step's function that runs Python code in a process."""
 
     def run(session, limit):
@@ -53,7 +53,7 @@ def test_a_step_that_hangs_faults_or_raises_costs_itself_only(tmp_path):
 
     listed = (
         Step("hangs", 0.5, program("import time; time.sleep(60)")),
-        Step("faults", 5, program("import os; os.abort()")),
+        Step("faults", 30, program("import os; os.abort()")),
         Step("raises", 5, wrong),
         Step("writes", 5, lambda session, limit: write(session, "writes")),
     )

@@ -94,7 +94,7 @@ def kill(process):
 def test_both_calls_with_planted_failures(machine):
     folder, out = machine / "run", machine / "out"
     first = call(machine, "first", 600)
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 900
     while first.poll() is None and len(read_lines(folder / evidence.TESTS)) < 20 and time.monotonic() < deadline:
         time.sleep(0.05)
     kill(first)  # as a machine is at the limit of its command
@@ -103,7 +103,7 @@ def test_both_calls_with_planted_failures(machine):
     assert {line["step"] for line in read_lines(out / gpu.STEPS)} >= {"build", "smoke"}  # already copied
 
     second = call(machine, "second", 240)
-    printed = second.communicate(timeout=400)[0]
+    printed = second.communicate(timeout=600)[0]
 
     ended = {line["step"]: line["wrong"] for line in read_lines(folder / gpu.STEPS) if line["event"] == "ended"}
     assert set(ended) == {step.name for step in steps.CALLS["second"]}, printed

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from transformer_kernels.backends import REGISTERED, Backend, register
+from transformer_kernels.backends import REGISTERED, Backend, _order, register
 from transformer_kernels.backends.errors import BackendUnavailable, UnsupportedByBackend
 
 ENVIRONMENT_VARIABLE = "TRANSFORMER_KERNELS_BACKEND"
@@ -32,6 +32,10 @@ def _auto_order(device_type: str) -> tuple[str, ...]:
 # On a CPU the kernels for GPUs run only interpreted or emulated, for tests.
 AUTO_ORDER = {device_type: _auto_order(device_type) for device_type in ("cuda", "cpu")}
 AUTO_ORDER_ELSEWHERE = ("torch",)
+
+
+def _order_of(operation: str, device: torch.device) -> tuple[str, ...]:
+    return _order.measured(operation, AUTO_ORDER.get(device.type, AUTO_ORDER_ELSEWHERE), device)
 
 
 class Operation(Protocol):
@@ -180,7 +184,7 @@ def select(operation: Operation, backend: str | None, call: Any) -> Any:
 def _automatic(operation: Operation, call: Any, device: torch.device) -> tuple[str, dict[str, str]]:
     """The first backend in the order for this device that takes the call, and why those before it did not."""
     refusals: dict[str, str] = {}
-    for name in AUTO_ORDER.get(device.type, AUTO_ORDER_ELSEWHERE):
+    for name in _order_of(operation.name, device):
         reason = unavailable(name, device) or _refusal(operation, name, call)
         if reason is None and distrusted is not None and not call.is_empty():
             reason = distrusted(operation.name, name, call)
@@ -238,7 +242,7 @@ def explain(operation: str | Callable[..., Any], *args: Any, backend: str | None
         chosen: str | None = _automatic(OPERATIONS[op], call, device)[0]
     else:
         chosen = name if reasons[name] is None else None
-    order = AUTO_ORDER.get(device.type, AUTO_ORDER_ELSEWHERE)
+    order = _order_of(op, device)
     supported = f"supports the call; auto tries in the order {', '.join(order)} on {device.type} tensors"
     shown = {each: reason or ("selected" if each == chosen else supported) for each, reason in reasons.items()}
     return Explanation(op, name, chosen, shown, OPERATIONS[op].crossover(call) if name == "auto" else None)

@@ -197,7 +197,8 @@ def small_paths(module):
 
 def other_package(module):
     """Extensions are not compiled into the checkout."""
-    module.PACKAGE = module.OBJECTS = Path(os.environ["STAND_IN_PACKAGE"])
+    module.PACKAGE = Path(os.environ["STAND_IN_PACKAGE"])
+    module.OBJECTS = module.PACKAGE / "objects"
 
 
 HOOKS = {
