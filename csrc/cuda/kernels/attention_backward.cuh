@@ -4,7 +4,7 @@
 // for the gradient of the bias.
 #pragma once
 #include "attention_launch.h"
-#include "attention_tiles.cuh"
+#include "attention_scores.cuh"
 
 namespace transformer_kernels::attention {
 
@@ -43,14 +43,6 @@ __global__ void __launch_bounds__(128) attention_delta_kernel(const Arguments ar
   sum = warp_sum(sum);
   if (threadIdx.x % WARP_SIZE != 0) return;
   arguments.delta[row] = dlse ? sum - dlse[row] : sum;
-}
-
-// exp(score - largest - log_sum). `score` is q k, or with SCALED scale * q k + bias; then a bias of -inf may have
-// masked every key of a row (`largest` is -inf). Without a bias only masks hide keys, by selection.
-template <class T, bool SCALED> TK_DEVICE float probability(float score, float largest, float log_sum, float factor) {
-  if (!SCALED) return exponential<T>(fmaf(score, factor, -(largest + log_sum) * UNIT<T>));
-  const float base = largest == -INFINITY ? INFINITY : largest;  // exp(-inf) is 0
-  return exponential<T>(fmaf(score - base, factor, -log_sum * factor));
 }
 
 // One block owns OWNED queries of one head and loops over the keys, as forward does, for dQ = scale * dS K.
@@ -118,7 +110,7 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
 
   float dq[HEAD_DIM / 8][4] = {};
   Poison poison;
-  const float factor = EXTRAS ? UNIT<T> : arguments.scale * UNIT<T>;
+  const float factor = exponential_factor<T, EXTRAS>(arguments);
   for (int stage = 0; tile < tiles.end; stage ^= 1) {
     const Tile<T, HEAD_DIM> k{key_stages + stage * KEYS * HEAD_DIM}, v{value_stages + stage * KEYS * HEAD_DIM};
     const int first_key = tile * KEYS;
@@ -132,28 +124,24 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
     __syncthreads();
 
     const bool edge = !is_inside<KEYS>(first_key, common);
-    if (edge && arguments.cu_seqlens) {
+    if (edge && is_packed(arguments)) {
       quarantine<KEYS, THREADS>(k, [=](int row, bool found) { tainted[row] = found; });
       poison.note(keys, first_key, KEYS, [=](int row) { return tainted[row] != 0; });
     }
     float scores[KEYS / 8][4] = {}, gradients[KEYS / 8][4] = {};
     multiply_transposed<KEYS>(scores, queries, warp_row, k);       // [16, KEYS]
     multiply_transposed<KEYS>(gradients, douts, warp_row, v);  // [16, KEYS]: dP
-    uint32_t kept = ~0u;
-    if (EXTRAS && arguments.dropout.seed)
-      kept = kept_query_rows<KEYS>(arguments, batch * arguments.query_heads + head, warp_query, first_key);
+    const uint32_t kept =
+        kept_weights<EXTRAS, Fragment::QUERY_ROWS, KEYS>(arguments, batch, head, warp_query, first_key);
 #pragma unroll
     for (int n = 0; n < KEYS / 8; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        if (EXTRAS) gradients[n][e] = kept >> (4 * n + e) & 1 ? gradients[n][e] * arguments.dropout.keep_scale : 0.f;
+        if (EXTRAS) gradients[n][e] = dropped_gradient(gradients[n][e], kept, 4 * n + e, arguments);
         gradients[n][e] -= delta[e / 2];
       }
-    if constexpr (EXTRAS) {
-      scale_scores(scores, arguments.scale);
-      if (arguments.softcap > 0.f) cap_scores<T>(scores, arguments.softcap, gradients);
-      if (arguments.bias.data) add_bias<T>(scores, arguments, batch, head, warp_query, first_key);
-    }
+    if constexpr (EXTRAS)
+      score_gradients<T, Fragment::QUERY_ROWS>(scores, gradients, arguments, batch, head, warp_query, first_key);
 #pragma unroll
     for (int n = 0; n < KEYS / 8; ++n)
 #pragma unroll
@@ -256,7 +244,7 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
 
   float dk[COLUMNS / 8][4] = {}, dv[COLUMNS / 8][4] = {};
   Poison poison;
-  const float factor = EXTRAS ? UNIT<T> : arguments.scale * UNIT<T>;
+  const float factor = exponential_factor<T, EXTRAS>(arguments);
   for (int step = 0; step < steps; ++step) {
     const int head = key_head * group + step / tiles, first_query = (range.first + step % tiles) * QUERIES;
     const Tile<T, HEAD_DIM> q{query_stages + step % 2 * QUERIES * HEAD_DIM};
@@ -272,7 +260,7 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
                                   threadIdx.x);
     __syncthreads();
 
-    if (arguments.cu_seqlens && !is_inside<QUERIES>(first_query, block_common)) {
+    if (is_packed(arguments) && !is_inside<QUERIES>(first_query, block_common)) {
       const auto note = [=](int row, bool found) {
         if (found) largest[row] = NAN;  // as the weights of a non-finite query
       };
@@ -284,23 +272,19 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
     float scores[QUERIES / 8][4] = {}, gradients[QUERIES / 8][4] = {};
     multiply_transposed<QUERIES>(scores, keys, warp_row, q);              // [16 keys, QUERIES]
     multiply_transposed<QUERIES>(gradients, values, warp_row, dout);  // [16 keys, QUERIES]: dP^T
-    uint32_t kept = ~0u;
-    if (EXTRAS && arguments.dropout.seed)
-      kept = kept_key_rows<QUERIES>(arguments, batch * arguments.query_heads + head, first_query, warp_key);
+    const uint32_t kept =
+        kept_weights<EXTRAS, Fragment::KEY_ROWS, QUERIES>(arguments, batch, head, first_query, warp_key);
 #pragma unroll
     for (int n = 0; n < QUERIES / 8; ++n) {
       const Vector<float, 2> row_delta = load_vector<2>(delta + 8 * n + 2 * t);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        if (EXTRAS) gradients[n][e] = kept >> (4 * n + e) & 1 ? gradients[n][e] * arguments.dropout.keep_scale : 0.f;
+        if (EXTRAS) gradients[n][e] = dropped_gradient(gradients[n][e], kept, 4 * n + e, arguments);
         gradients[n][e] -= row_delta[e % 2];
       }
     }
-    if constexpr (EXTRAS) {
-      scale_scores(scores, arguments.scale);
-      if (arguments.softcap > 0.f) cap_scores<T>(scores, arguments.softcap, gradients);
-      if (arguments.bias.data) add_bias_transposed<T>(scores, arguments, batch, head, first_query, warp_key);
-    }
+    if constexpr (EXTRAS)
+      score_gradients<T, Fragment::KEY_ROWS>(scores, gradients, arguments, batch, head, first_query, warp_key);
 #pragma unroll
     for (int n = 0; n < QUERIES / 8; ++n) {
       const Vector<float, 2> row_largest = load_vector<2>(largest + 8 * n + 2 * t);
@@ -398,13 +382,9 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
     float scores[KEYS / 8][4] = {}, gradients[KEYS / 8][4] = {};
     multiply_transposed<KEYS>(scores, queries, warp_row, k);       // [16, KEYS]
     multiply_transposed<KEYS>(gradients, douts, warp_row, v);  // [16, KEYS]: dP
-    scale_scores(scores, arguments.scale);
-    if (arguments.softcap > 0.f) cap_scores<T>(scores, arguments.softcap);
-    add_bias<T>(scores, arguments, batch, head, warp_query, first_key);
+    score_products<T>(scores, arguments, batch, head, warp_query, first_key);
     const uint32_t kept =
-        arguments.dropout.seed
-            ? kept_query_rows<KEYS>(arguments, batch * arguments.query_heads + head, warp_query, first_key)
-            : ~0u;
+        kept_weights<true, Fragment::QUERY_ROWS, KEYS>(arguments, batch, head, warp_query, first_key);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int query = warp_query + g + 8 * half;
@@ -418,7 +398,7 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
       for (int n = 0; n < KEYS / 8; ++n)
 #pragma unroll
         for (int e = 2 * half; e < 2 * half + 2; ++e) {
-          const float grad_p = kept >> (4 * n + e) & 1 ? gradients[n][e] * arguments.dropout.keep_scale : 0.f;
+          const float grad_p = dropped_gradient(gradients[n][e], kept, 4 * n + e, arguments);
           gradients[n][e] = probability<T, true>(scores[n][e], largest, log_sum, UNIT<T>) * (grad_p - delta);
         }
       if (edge) hide<KEYS>(gradients, half, bits & bits_of(seen, first_key), 0.f);

@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(ShortShape<T, HEAD_DIM, KEYS>::THREADS, 1)
                                threadIdx.x % WARP_SIZE);
     __syncwarp();
     AttendedRows<T, HEAD_DIM, true> rows(arguments, batch, head, query, seen_by_rows + warp_row);
-    const bool hides = arguments.left < arguments.key_length - 1 || arguments.right < arguments.query_length - 1;
+    const bool hides = hides_by_position(arguments);
     const Interval seen{keys_seen_by(arguments, query).first, keys_seen_by(arguments, query + 15).last};
 #pragma unroll 1
     for (int first_key = 0; first_key < KEYS; first_key += 64) {
@@ -150,21 +150,17 @@ TK_DEVICE void short_score_gradients(const Arguments& arguments, int batch, int 
   if (any) {
     multiply_transposed<WIDTH>(scores, q, row, keys.from(keys.k, first_key));              // [16, WIDTH]
     multiply_transposed<WIDTH>(grad_scores, dout, row, keys.from(keys.v, first_key));  // [16, WIDTH]: dP
-    if (arguments.dropout.seed)
-      kept = kept_query_rows<WIDTH>(arguments, batch * arguments.query_heads + head, first_query, first_key);
+    kept = kept_weights<true, Fragment::QUERY_ROWS, WIDTH>(arguments, batch, head, first_query, first_key);
   }
 #pragma unroll
   for (int n = 0; n < WIDTH / 8; ++n)
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const float grad_p = kept >> (4 * n + e) & 1 ? grad_scores[n][e] * arguments.dropout.keep_scale : 0.f;
+      const float grad_p = dropped_gradient(grad_scores[n][e], kept, 4 * n + e, arguments);
       grad_scores[n][e] = grad_p - delta[row + g + 8 * (e / 2)];
     }
-  if (any) {
-    scale_scores(scores, arguments.scale);
-    if (arguments.softcap > 0.f) cap_scores<T>(scores, arguments.softcap, grad_scores);
-    if (arguments.bias.data) add_bias<T>(scores, arguments, batch, head, first_query, first_key);
-  }
+  if (any)
+    score_gradients<T, Fragment::QUERY_ROWS>(scores, grad_scores, arguments, batch, head, first_query, first_key);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int query = first_query + g + 8 * half;
