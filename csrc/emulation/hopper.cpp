@@ -42,7 +42,7 @@ struct InitialisedBarrier {
 struct TensorCopy {
   char* destination;
   TensorMap map;
-  std::array<int, 4> place;
+  std::array<int, 4> corner;
   uint64_t* barrier;
 };
 
@@ -146,15 +146,15 @@ void land(const TensorCopy& copy) {
   tell_order_after(copy.barrier);  // the thread that lands the copy is ordered after the thread that started it
   const uint32_t base = shared_address(copy.destination);
   for (unsigned row = 0; row < copy.map.box_rows; ++row) {
-    const int64_t place[4] = {copy.place[0], copy.place[1] + static_cast<int64_t>(row), copy.place[2], copy.place[3]};
+    const int64_t corner[4] = {copy.corner[0], copy.corner[1] + static_cast<int64_t>(row), copy.corner[2], copy.corner[3]};
     bool inside = true;
-    for (int axis = 1; axis < 4; ++axis) inside = inside && place[axis] >= 0 && place[axis] < copy.map.sizes[axis];
+    for (int axis = 1; axis < 4; ++axis) inside = inside && corner[axis] >= 0 && corner[axis] < copy.map.sizes[axis];
     const char* source = copy.map.data;
-    for (int axis = 0; axis < 4; ++axis) source += place[axis] * copy.map.strides[axis];
+    for (int axis = 0; axis < 4; ++axis) source += corner[axis] * copy.map.strides[axis];
     for (int column = 0; column < BOX_COLUMNS; column += 8) {
       char* chunk = at_address(swizzled(base + row * 128 + static_cast<unsigned>(column) * 2));
       // Columns outside are zeros, also within a chunk.
-      const int64_t columns = inside ? std::clamp<int64_t>(copy.map.sizes[0] - place[0] - column, 0, 8) : 0;
+      const int64_t columns = inside ? std::clamp<int64_t>(copy.map.sizes[0] - corner[0] - column, 0, 8) : 0;
       const auto bytes = static_cast<size_t>(columns) * 2;
       note_write(chunk, 16);
       if (bytes) note_read(source + 2 * column, bytes);
@@ -214,7 +214,7 @@ const char* element_address(uint64_t descriptor, int row, int column) {
       swizzled(start + r / 8 * between_groups + r % 8 * 128 + c / BOX_COLUMNS * between_panels + c % BOX_COLUMNS * 2));
 }
 
-// Every 16-byte chunk of the operands in shared memory, in order: f(address), first those of a.
+// Every 16-byte chunk of the operands in shared memory, in order: f(address), the chunks of a first.
 template <class F> void for_chunks(const WgmmaOperands& common, F f) {
   for (int row = 0; row < 64 && !common.a; ++row)
     for (int k = 0; k < 16; k += 8) f(element_address(common.a_descriptor, row, k));
@@ -386,9 +386,9 @@ void mbarrier_wait(uint64_t* barrier, int parity) {
   order_after(barrier);
 }
 
-void copy_tensor_box(void* shared, const TensorMap& map, std::array<int, 4> place, uint64_t* barrier) {
+void copy_tensor_box(void* shared, const TensorMap& map, std::array<int, 4> corner, uint64_t* barrier) {
   const size_t bytes = map.box_rows * size_t{BOX_COLUMNS} * 2;
-  if (place[0] < 0) fail("a tensor copy from column %d is not emulated", place[0]);
+  if (corner[0] < 0) fail("a tensor copy from column %d is not emulated", corner[0]);
   if (shared_address(shared) % 1024) fail("a swizzled tensor copy needs a destination on 1024 bytes");
   check_taken(shared, bytes, "a tensor copy");
   checked(barrier);
@@ -404,7 +404,7 @@ void copy_tensor_box(void* shared, const TensorMap& map, std::array<int, 4> plac
   std::memset(shared, 0xff, bytes);  // NaN until the copy lands
   note_async_store(shared, bytes);
   count(ASYNC_COPY_BYTES, bytes);
-  hopper.copies.push_back({static_cast<char*>(shared), map, place, barrier});
+  hopper.copies.push_back({static_cast<char*>(shared), map, corner, barrier});
   wake_waiting(hopper);
 }
 

@@ -25,7 +25,7 @@ void mbarrier_init(uint64_t* barrier, int arrivals);
 void fence_mbarrier_init();
 void mbarrier_arrive(uint64_t* barrier, int expected_bytes);
 void mbarrier_wait(uint64_t* barrier, int parity);
-void copy_tensor_box(void* shared, const TensorMap& map, std::array<int, 4> place, uint64_t* barrier);
+void copy_tensor_box(void* shared, const TensorMap& map, std::array<int, 4> corner, uint64_t* barrier);
 
 // One thread's view of a product of 64 x N x 16.
 struct WgmmaOperands {
