@@ -133,8 +133,9 @@ void finish_phase_if_complete(uint64_t* barrier) {
 void add_bytes(uint64_t* barrier, int bytes) {
   Mbarrier& mine = contents(barrier);
   const int sum = mine.bytes() + bytes;
-  if (sum > MAX_BYTES || sum < -MAX_BYTES) fail("an mbarrier counts at most %d bytes: %s", MAX_BYTES, describe(state(),
-  barrier).c_str()); mine.phase_and_bytes = sum * 2 + mine.parity();
+  if (sum > MAX_BYTES || sum < -MAX_BYTES)
+    fail("an mbarrier counts at most %d bytes: %s", MAX_BYTES, describe(state(), barrier).c_str());
+  mine.phase_and_bytes = sum * 2 + mine.parity();
 }
 
 // The 128-byte swizzle: 16-byte chunk c of row r of a 1024-byte group is stored at chunk c ^ r.
@@ -146,7 +147,8 @@ void land(const TensorCopy& copy) {
   tell_order_after(copy.barrier);  // the thread that lands the copy is ordered after the thread that started it
   const uint32_t base = shared_address(copy.destination);
   for (unsigned row = 0; row < copy.map.box_rows; ++row) {
-    const int64_t corner[4] = {copy.corner[0], copy.corner[1] + static_cast<int64_t>(row), copy.corner[2], copy.corner[3]};
+    const int64_t corner[4] = {copy.corner[0], copy.corner[1] + static_cast<int64_t>(row), copy.corner[2],
+                               copy.corner[3]};
     bool inside = true;
     for (int axis = 1; axis < 4; ++axis) inside = inside && corner[axis] >= 0 && corner[axis] < copy.map.sizes[axis];
     const char* source = copy.map.data;
@@ -260,8 +262,7 @@ void execute(const Product& product) {
       const uint32_t pair = product.a_at_start[row / 16 * 32 + row % 8 * 4 + k % 8 / 2][row % 16 / 8 + k / 8 * 2];
       a[row * 16 + k] = to_float(common.a ? static_cast<uint16_t>(k % 2 ? pair >> 16 : pair) : *shared++);
     }
-  for (size_t i = 0; i < 16 * n; ++i)
-    b[common.b_summed_along_rows ? i : i % 16 * n + i / 16] = to_float(shared[i]);
+  for (size_t i = 0; i < 16 * n; ++i) b[common.b_summed_along_rows ? i : i % 16 * n + i / 16] = to_float(shared[i]);
   std::vector<float>& d = product.d->values;
   if (!common.accumulate) std::fill(d.begin(), d.end(), 0.0f);
   multiply_add(current_block().architecture, common.is_float16 ? Operand::FLOAT16 : Operand::BFLOAT16, 64, common.n, 16,
@@ -274,7 +275,7 @@ template <class F> void for_accumulators(Accumulators& d, F f) {
     for (int n = 0; n < d.n; ++n) {
       const int thread = row / 16 * 32 + row % 8 * 4 + n % 8 / 2;
       f(d.values[static_cast<size_t>(row * d.n + n)], d.registers[thread][n / 8 * 4 + row % 16 / 8 * 2 + n % 2],
-      thread);
+        thread);
     }
 }
 
@@ -411,9 +412,11 @@ void copy_tensor_box(void* shared, const TensorMap& map, std::array<int, 4> corn
 void wgmma_fence() { my_group().fenced[current_thread().linear % GROUP] = true; }
 
 void wgmma(const WgmmaOperands& operands) {
-  if (current_block().architecture != 90) fail("wgmma exists on sm_90 only; this is sm_%d",
-  current_block().architecture); tell_order_before(&my_group().order); const IgnoreAccesses ignore; meet("wgmma",
-  &operands, start_product);
+  if (current_block().architecture != 90)
+    fail("wgmma exists on sm_90 only; this is sm_%d", current_block().architecture);
+  tell_order_before(&my_group().order);
+  const IgnoreAccesses ignore;
+  meet("wgmma", &operands, start_product);
 }
 
 void wgmma_commit() {
@@ -440,10 +443,12 @@ void set_registers(int count) {
   const Block& block = current_block();
   Hopper& hopper = state();
   WarpGroup& mine = my_group();
-  if (count % 8 || count < 24 || count > 256) fail("setmaxnreg: %d registers are not a multiple of 8 from 24 to 256",
-  count); mine.registers = count; // The initial register count: a share of 65,536 registers in steps of 8 per thread.
-  const unsigned start = 65536 / block.thread_count / 8 * 8; unsigned sum = 0; for (unsigned group = 0; group <
-  block.warp_count / 4; ++group)
+  if (count % 8 || count < 24 || count > 256)
+    fail("setmaxnreg: %d registers are not a multiple of 8 from 24 to 256", count);
+  mine.registers = count; // The initial register count: a share of 65,536 registers in steps of 8 per thread.
+  const unsigned start = 65536 / block.thread_count / 8 * 8;
+  unsigned sum = 0;
+  for (unsigned group = 0; group < block.warp_count / 4; ++group)
     sum += hopper.groups[group].registers ? static_cast<unsigned>(hopper.groups[group].registers) : 0;
   if (sum * GROUP > start * block.thread_count)
     fail("setmaxnreg: the warp groups ask for %u registers, the block has %u", sum * GROUP, start * block.thread_count);
@@ -457,9 +462,8 @@ std::string describe_barriers(const Block& block) {
   for (const Waiting& waiting : hopper.waiting) {
     if (waiting.barrier == last) continue;
     last = waiting.barrier;
-    text += " thread " + std::to_string(waiting.thread->linear) + " waits for parity " + std::to_string(waiting.parity)
-    +
-            " of " + describe(hopper, waiting.barrier) + ";";
+    text += " thread " + std::to_string(waiting.thread->linear) + " waits for parity " +
+            std::to_string(waiting.parity) + " of " + describe(hopper, waiting.barrier) + ";";
   }
   return text;
 }

@@ -1,7 +1,7 @@
 // The CPU implementation of cuda/primitives/hopper.h: mbarrier, bulk tensor copies and wgmma. Copies land and products
-// are computed no earlier than a thread waits for them, copies in random order under random schedules; a thread that does
-// not wait reads poison or old values. Accumulators are poisoned from the start of their product to the wait. Changes
-// of accumulators, register operands or operands in shared memory before the wait are errors.
+// are computed no earlier than a thread waits for them, copies in random order under random schedules; a thread that
+// does not wait reads poison or old values. Accumulators are poisoned from the start of their product to the wait.
+// Changes of accumulators, register operands or operands in shared memory before the wait are errors.
 #pragma once
 #include <array>
 #include <cstddef>
@@ -13,7 +13,7 @@ namespace emulation {
 
 struct TensorMap {
   char* data;
-  std::array<int64_t, 4> sizes;    // innermost first
+  std::array<int64_t, 4> sizes;  // innermost first
   std::array<int64_t, 4> strides;  // in bytes
   unsigned box_rows;
 };
@@ -35,7 +35,7 @@ struct WgmmaOperands {
   int n;
   bool accumulate;
   bool b_summed_along_rows;  // b is 16 x N in memory, else N x 16
-  bool is_float16;           // else bfloat16
+  bool is_float16;  // else bfloat16
 };
 void wgmma_fence();
 void wgmma(const WgmmaOperands& operands);

@@ -85,15 +85,15 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
   };
   load_tile<QUERIES, THREADS>(queries, rows_of<T>(arguments.query, batch, head), arguments.query.row, block_query,
                               arguments.query_length, ~0ull, arguments);
-  load_tile<QUERIES, THREADS>(douts, rows_of<T>(arguments.dout, batch, head), arguments.dout.row,
-                              block_query, arguments.query_length, ~0ull, arguments);
+  load_tile<QUERIES, THREADS>(douts, rows_of<T>(arguments.dout, batch, head), arguments.dout.row, block_query,
+                              arguments.query_length, ~0ull, arguments);
   copy_async_commit();
   if (tile < tiles.end) load_keys_and_values(tile, 0, bits);
   copy_async_commit();
   if (arguments.angles.cos) {
     copy_async_wait<1>();
     rotate_tile<QUERIES, THREADS>(queries, block_query, arguments.query_length, ~0ull, angles_of(arguments, batch), 1.f,
-                                threadIdx.x);
+                                  threadIdx.x);
   }
 
   const int64_t statistics = (static_cast<int64_t>(batch) * arguments.query_heads + head) * arguments.query_length;
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
       poison.note(keys, first_key, KEYS, [=](int row) { return tainted[row] != 0; });
     }
     float scores[KEYS / 8][4] = {}, gradients[KEYS / 8][4] = {};
-    multiply_transposed<KEYS>(scores, queries, warp_row, k);       // [16, KEYS]
+    multiply_transposed<KEYS>(scores, queries, warp_row, k);  // [16, KEYS]
     multiply_transposed<KEYS>(gradients, douts, warp_row, v);  // [16, KEYS]: dP
     const uint32_t kept =
         kept_weights<EXTRAS, Fragment::QUERY_ROWS, KEYS>(arguments, batch, head, warp_query, first_key);
@@ -150,8 +150,7 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
       }
     if (edge || bits != ALL_KEYS<KEYS>) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half)
-        hide<KEYS>(gradients, half, bits & bits_of(keys[half], first_key), 0.f);
+      for (int half = 0; half < 2; ++half) hide<KEYS>(gradients, half, bits & bits_of(keys[half], first_key), 0.f);
     }
     multiply<KEYS, HEAD_DIM>(dq, gradients, k, 0);  // [16, HEAD_DIM]
     __syncthreads();
@@ -161,9 +160,8 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
   copy_async_wait<0>();
   __syncthreads();
   const float factors[2] = {arguments.scale + poison.found[0], arguments.scale + poison.found[1]};
-  store_fragment<HEAD_DIM>(dq, factors, queries, warp_row, rows_of<T>(arguments.dq, batch, head),
-                           arguments.dq.row, warp_query, arguments.query_length, 0, arguments,
-                           angles_of(arguments, batch));
+  store_fragment<HEAD_DIM>(dq, factors, queries, warp_row, rows_of<T>(arguments.dq, batch, head), arguments.dq.row,
+                           warp_query, arguments.query_length, 0, arguments, angles_of(arguments, batch));
 }
 
 // One block owns OWNED keys of one key head (and COLUMNS columns of their gradients) and loops over the queries of
@@ -215,8 +213,8 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
     const Tile<T, HEAD_DIM> dout{dout_stages + step % 2 * QUERIES * HEAD_DIM};
     load_tile<QUERIES, THREADS>(q, rows_of<T>(arguments.query, batch, head), arguments.query.row, first_query,
                                 visited.last + 1, ~0ull, arguments);
-    load_tile<QUERIES, THREADS>(dout, rows_of<T>(arguments.dout, batch, head), arguments.dout.row,
-                                first_query, visited.last + 1, ~0ull, arguments);
+    load_tile<QUERIES, THREADS>(dout, rows_of<T>(arguments.dout, batch, head), arguments.dout.row, first_query,
+                                visited.last + 1, ~0ull, arguments);
     const int64_t statistics = (static_cast<int64_t>(batch) * arguments.query_heads + head) * arguments.query_length;
     const float* largest = EXTRAS ? statistics_of(arguments, batch, head) : arguments.lse + statistics;
     for (int row = threadIdx.x; row < QUERIES; row += THREADS) {
@@ -239,7 +237,7 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
   if (arguments.angles.cos) {
     copy_async_wait<1>();
     rotate_tile<KEYS, THREADS>(keys, block_key, arguments.key_length, bits, angles_of(arguments, batch), 1.f,
-                             threadIdx.x);
+                               threadIdx.x);
   }
 
   float dk[COLUMNS / 8][4] = {}, dv[COLUMNS / 8][4] = {};
@@ -257,7 +255,7 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
     copy_async_wait<1>();
     if (arguments.angles.cos)
       rotate_tile<QUERIES, THREADS>(q, first_query, visited.last + 1, ~0ull, angles_of(arguments, batch), 1.f,
-                                  threadIdx.x);
+                                    threadIdx.x);
     __syncthreads();
 
     if (is_packed(arguments) && !is_inside<QUERIES>(first_query, block_common)) {
@@ -270,7 +268,7 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
     }
     const bool edge = warp_has_hidden || !is_inside<QUERIES>(first_query, common);
     float scores[QUERIES / 8][4] = {}, gradients[QUERIES / 8][4] = {};
-    multiply_transposed<QUERIES>(scores, keys, warp_row, q);              // [16 keys, QUERIES]
+    multiply_transposed<QUERIES>(scores, keys, warp_row, q);  // [16 keys, QUERIES]
     multiply_transposed<QUERIES>(gradients, values, warp_row, dout);  // [16 keys, QUERIES]: dP^T
     const uint32_t kept =
         kept_weights<EXTRAS, Fragment::KEY_ROWS, QUERIES>(arguments, batch, head, first_query, warp_key);
@@ -306,7 +304,7 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
       }
     }
     multiply<QUERIES, COLUMNS>(dv, scores, dout, first_column);  // [16 keys, COLUMNS]
-    multiply<QUERIES, COLUMNS>(dk, gradients, q, first_column);        // [16 keys, COLUMNS]
+    multiply<QUERIES, COLUMNS>(dk, gradients, q, first_column);  // [16 keys, COLUMNS]
     __syncthreads();
   }
   copy_async_wait<0>();
@@ -314,11 +312,10 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
   const float seen[2] = {poison.found[0], poison.found[1]};
   const float value_factors[2] = {arguments.dropout.keep_scale + seen[0], arguments.dropout.keep_scale + seen[1]};
   const float key_factors[2] = {arguments.scale + seen[0], arguments.scale + seen[1]};
-  store_fragment<COLUMNS>(dv, value_factors, values, warp_row,
-                          rows_of<T>(arguments.dv, batch, key_head), arguments.dv.row, warp_key,
-                          arguments.key_length, first_column, arguments);
-  store_fragment<COLUMNS>(dk, key_factors, keys, warp_row, rows_of<T>(arguments.dk, batch, key_head),
-                          arguments.dk.row, warp_key, arguments.key_length, first_column, arguments,
+  store_fragment<COLUMNS>(dv, value_factors, values, warp_row, rows_of<T>(arguments.dv, batch, key_head),
+                          arguments.dv.row, warp_key, arguments.key_length, first_column, arguments);
+  store_fragment<COLUMNS>(dk, key_factors, keys, warp_row, rows_of<T>(arguments.dk, batch, key_head), arguments.dk.row,
+                          warp_key, arguments.key_length, first_column, arguments,
                           PARTS == 1 ? angles_of(arguments, batch) : Angles{});  // a part has one column of a pair
 }
 
@@ -369,8 +366,8 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
     const int key_head = head / (arguments.query_heads / arguments.key_heads);
     load_tile<QUERIES, THREADS>(queries, rows_of<T>(arguments.query, batch, head), arguments.query.row, block_query,
                                 arguments.query_length, ~0ull, arguments);
-    load_tile<QUERIES, THREADS>(douts, rows_of<T>(arguments.dout, batch, head), arguments.dout.row,
-                                block_query, arguments.query_length, ~0ull, arguments);
+    load_tile<QUERIES, THREADS>(douts, rows_of<T>(arguments.dout, batch, head), arguments.dout.row, block_query,
+                                arguments.query_length, ~0ull, arguments);
     load_tile<KEYS, THREADS>(k, rows_of<T>(arguments.key, batch, key_head), arguments.key.row, first_key,
                              arguments.key_length, bits, arguments);
     load_tile<KEYS, THREADS>(v, rows_of<T>(arguments.value, batch, key_head), arguments.value.row, first_key,
@@ -380,11 +377,10 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
     __syncthreads();
 
     float scores[KEYS / 8][4] = {}, gradients[KEYS / 8][4] = {};
-    multiply_transposed<KEYS>(scores, queries, warp_row, k);       // [16, KEYS]
+    multiply_transposed<KEYS>(scores, queries, warp_row, k);  // [16, KEYS]
     multiply_transposed<KEYS>(gradients, douts, warp_row, v);  // [16, KEYS]: dP
     score_products<T>(scores, arguments, batch, head, warp_query, first_key);
-    const uint32_t kept =
-        kept_weights<true, Fragment::QUERY_ROWS, KEYS>(arguments, batch, head, warp_query, first_key);
+    const uint32_t kept = kept_weights<true, Fragment::QUERY_ROWS, KEYS>(arguments, batch, head, warp_query, first_key);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int query = warp_query + g + 8 * half;

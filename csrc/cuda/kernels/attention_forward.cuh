@@ -18,7 +18,9 @@ template <class T, int HEAD_DIM, int SLABS> struct ForwardShape {
 
 // Blocks per multiprocessor that fit the registers: more would spill, and without a bound the compiler permits fewer.
 template <int HEAD_DIM, int SLABS>
-constexpr int FORWARD_BLOCKS = HEAD_DIM > 128 ? 1 : HEAD_DIM * SLABS > 64 ? 2 : 3;
+constexpr int FORWARD_BLOCKS = HEAD_DIM > 128          ? 1
+                               : HEAD_DIM * SLABS > 64 ? 2
+                                                       : 3;
 
 // A fragment's running maximum and sum of exponentials per row; this lane's rows are g and g + 8.
 struct OnlineSoftmax {
@@ -73,13 +75,12 @@ template <class T, int HEAD_DIM, bool SCALED, int SLABS = 1> struct AttendedRows
     multiply_transposed<KEYS>(scores, queries, tile_row, k);  // [16, KEYS] each
 #pragma unroll
     for (int slab = 0; slab < SLABS; ++slab) {
-      if constexpr (SCALED)
-        score_products<T>(scores[slab], arguments, batch, head, first_query + 16 * slab, first_key);
+      if constexpr (SCALED) score_products<T>(scores[slab], arguments, batch, head, first_query + 16 * slab, first_key);
       if (edge || bits != ALL_KEYS<KEYS>) hide_keys<KEYS>(scores[slab], 0, first_key, bits, slab);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float shrink = softmax[slab].template update<T, SCALED>(scores[slab], half,
-                                                                      exponential_factor<T, SCALED>(arguments));
+        const float shrink =
+            softmax[slab].template update<T, SCALED>(scores[slab], half, exponential_factor<T, SCALED>(arguments));
 #pragma unroll
         for (int n = 0; n < HEAD_DIM / 8; ++n) {
           out[slab][n][2 * half] *= shrink;
@@ -196,7 +197,7 @@ __global__ void __launch_bounds__(ForwardShape<T, HEAD_DIM, SLABS>::THREADS, FOR
   if (arguments.angles.cos) {
     copy_async_wait<1>();
     rotate_tile<QUERIES, THREADS>(queries, block_query, arguments.query_length, ~0ull, angles_of(arguments, batch), 1.f,
-                                threadIdx.x);
+                                  threadIdx.x);
   }
 
   for (int stage = 0; tile < tiles.end; stage ^= 1) {
@@ -215,8 +216,9 @@ __global__ void __launch_bounds__(ForwardShape<T, HEAD_DIM, SLABS>::THREADS, FOR
       quarantine<KEYS, THREADS>(v, [=](int row, bool found) { tainted[row] = found; });
 #pragma unroll
       for (int half = 0; half < 2 * SLABS; ++half)
-        rows.add_poison(half / 2, half % 2, poison_seen(rows.keys_of(half / 2, half % 2), first_key, KEYS,
-                                                        [=](int row) { return tainted[row] != 0; }));
+        rows.add_poison(
+            half / 2, half % 2,
+            poison_seen(rows.keys_of(half / 2, half % 2), first_key, KEYS, [=](int row) { return tainted[row] != 0; }));
     }
     rows.template add<KEYS>(queries, warp_row, k, v, first_key, bits, edge);
     __syncthreads();  // before the next step overwrites the stage read in this one

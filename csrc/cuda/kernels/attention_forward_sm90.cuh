@@ -23,7 +23,7 @@ template <int HEAD_DIM, bool READS> struct HopperShape {
   static constexpr int TILES_BYTES = (QUERIES + 2 * STAGES * KEYS) * HEAD_DIM * 2;
   static constexpr int BARRIERS_END = shared_bytes_after<uint64_t>(BARRIERS, TILES_BYTES);
   static constexpr int NOTES_END =
-      shared_bytes_after<float2>(CONSUMERS, shared_bytes_after<uint8_t>(STAGES * KEYS, BARRIERS_END));
+      shared_bytes_after<float2>(CONSUMERS, shared_bytes_after<uint8_t>(STAGES* KEYS, BARRIERS_END));
   static constexpr int SHARED_BYTES =
       shared_bytes_after<PhiloxKeys>(1, shared_bytes_after<Interval>(QUERIES + 1, NOTES_END));
 };
@@ -90,7 +90,7 @@ template <class T, int ROWS> struct Panels {
 // Rotates the rows of a tile whose bits are set by the angles of tokens before `end`. Called by all consumers.
 template <int HEAD_DIM, int THREADS, class T, int ROWS>
 TK_DEVICE void rotate_panels(Panels<T, ROWS> tile, int first_row, int end, uint64_t low, uint64_t high,
-                           const Angles& angles, int thread) {
+                             const Angles& angles, int thread) {
   constexpr int LANES = HEAD_DIM / 16;  // each rotates 16 bytes of the first columns of pairs and 16 of the second
 #pragma unroll 1
   for (int row = thread / LANES; row < ROWS; row += THREADS / LANES)
@@ -196,8 +196,7 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM, READS>::THREADS, 1)
 #pragma unroll
     for (int step = 0; step < HEAD_DIM / 16; ++step) {
       const int panel = step / 4, column = step % 4 * 16;
-      Wgmma<T, KEYS>::from_shared(scores,
-                                  descriptor_after(queries_at, (panel * QUERIES * PANEL_COLUMNS + column) * 2),
+      Wgmma<T, KEYS>::from_shared(scores, descriptor_after(queries_at, (panel * QUERIES * PANEL_COLUMNS + column) * 2),
                                   descriptor_after(stage_at, (panel * KEYS * PANEL_COLUMNS + column) * 2), step > 0);
     }
     wgmma_commit();
@@ -238,8 +237,7 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM, READS>::THREADS, 1)
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      shrink[half] =
-          rows.softmax[0].template update<T, EXTRAS>(scores, half, exponential_factor<T, EXTRAS>(arguments));
+      shrink[half] = rows.softmax[0].template update<T, EXTRAS>(scores, half, exponential_factor<T, EXTRAS>(arguments));
     if constexpr (EXTRAS) {
       rows.template drop<KEYS>(scores, first_key, 0, [&] { return *round_keys; });
     }

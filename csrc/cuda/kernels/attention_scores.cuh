@@ -92,8 +92,7 @@ template <class T, int TILES>
 TK_DEVICE void score_products(float (&products)[TILES][4], const Arguments& arguments, int batch, int head,
                               int first_query, int first_key) {
   scale_and_cap<T>(products, arguments);
-  if (arguments.bias.data)
-    add_bias<T, Fragment::QUERY_ROWS>(products, arguments, batch, head, first_query, first_key);
+  if (arguments.bias.data) add_bias<T, Fragment::QUERY_ROWS>(products, arguments, batch, head, first_query, first_key);
 }
 
 // The same, and multiplies `gradients`, which become dS, by the derivative of the scores by the scaled products.
@@ -186,9 +185,8 @@ TK_DEVICE void drop_weights(float (&weights)[KEYS / 8][4], const Arguments& argu
   const PhiloxKeys keys_of_rounds = round_keys();
 #pragma unroll
   for (int part = 0; part < KEYS; part += TOGETHER) {
-    const uint32_t kept =
-        kept_query_rows<TOGETHER>(arguments.dropout, keys_of_rounds, batch * arguments.query_heads + head, first_query,
-                                  first_key + part);
+    const uint32_t kept = kept_query_rows<TOGETHER>(
+        arguments.dropout, keys_of_rounds, batch * arguments.query_heads + head, first_query, first_key + part);
 #pragma unroll
     for (int n = 0; n < TOGETHER / 8; ++n)
 #pragma unroll

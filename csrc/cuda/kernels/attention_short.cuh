@@ -47,7 +47,7 @@ template <class T, int HEAD_DIM, int KEYS> struct ResidentKeys {
 #pragma unroll 1
     for (int first_key = 0; first_key < KEYS; first_key += 64)
       rotate_tile<64, THREADS>(from(k, first_key), first_key, arguments.key_length,
-                             real_from(arguments, batch, first_key), angles_of(arguments, batch), 1.f, threadIdx.x);
+                               real_from(arguments, batch, first_key), angles_of(arguments, batch), 1.f, threadIdx.x);
   }
 
   static TK_DEVICE uint64_t real_from(const Arguments& arguments, int batch, int first_key) {
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(ShortShape<T, HEAD_DIM, KEYS>::THREADS, 1)
     copy_async_wait<0>();
     if (arguments.angles.cos)
       rotate_tile<16, WARP_SIZE>(slab, query, arguments.query_length, ~0ull, angles_of(arguments, batch), 1.f,
-                               threadIdx.x % WARP_SIZE);
+                                 threadIdx.x % WARP_SIZE);
     __syncwarp();
     AttendedRows<T, HEAD_DIM, true> rows(arguments, batch, head, query, seen_by_rows + warp_row);
     const bool hides = hides_by_position(arguments);
@@ -143,8 +143,7 @@ TK_DEVICE void short_score_gradients(const Arguments& arguments, int batch, int 
   const Interval first_sees = keys_seen_by(arguments, first_query),
                  last_sees = keys_seen_by(arguments, first_query + 15);
   const bool any = bits && first_key <= last_sees.last && first_key + WIDTH > first_sees.first;
-  const bool edge =
-      !any || bits != ALL_KEYS<WIDTH> || !is_inside<WIDTH>(first_key, seen_by_all(first_sees, last_sees));
+  const bool edge = !any || bits != ALL_KEYS<WIDTH> || !is_inside<WIDTH>(first_key, seen_by_all(first_sees, last_sees));
   float scores[WIDTH / 8][4] = {}, grad_scores[WIDTH / 8][4] = {};
   uint32_t kept = ~0u;
   if (any) {
@@ -222,8 +221,8 @@ __global__ void __launch_bounds__(ShortShape<T, HEAD_DIM, KEYS>::THREADS, 1)
     const Tile<T, HEAD_DIM> dout{dout_stages + step % 2 * QUERIES * HEAD_DIM};
     load_tile<QUERIES, THREADS>(q, rows_of<T>(arguments.query, batch, head), arguments.query.row, first_query,
                                 arguments.query_length, ~0ull, arguments);
-    load_tile<QUERIES, THREADS>(dout, rows_of<T>(arguments.dout, batch, head), arguments.dout.row,
-                                first_query, arguments.query_length, ~0ull, arguments);
+    load_tile<QUERIES, THREADS>(dout, rows_of<T>(arguments.dout, batch, head), arguments.dout.row, first_query,
+                                arguments.query_length, ~0ull, arguments);
     copy_async_commit();
   };
   keys.template load<THREADS>(arguments, batch, key_head);
@@ -243,7 +242,7 @@ __global__ void __launch_bounds__(ShortShape<T, HEAD_DIM, KEYS>::THREADS, 1)
     copy_async_wait<0>();
     if (arguments.angles.cos)
       rotate_tile<QUERIES, THREADS>(q, first_query, arguments.query_length, ~0ull, angles_of(arguments, batch), 1.f,
-                                  threadIdx.x);
+                                    threadIdx.x);
     __syncthreads();  // also: the stage, P and dS of the last step may be overwritten
     if (step + 1 < tiles * group) load_step(step + 1);
     row_deltas<QUERIES, THREADS>(arguments, dlse, batch, head, first_query, dout, delta);
@@ -252,8 +251,8 @@ __global__ void __launch_bounds__(ShortShape<T, HEAD_DIM, KEYS>::THREADS, 1)
 #pragma unroll 1
     for (int block = warp; block < QUERIES / 16 * (KEYS / SCORE_KEYS); block += WARPS)
       short_score_gradients<SCORE_KEYS>(arguments, batch, head, first_query, block % (QUERIES / 16) * 16,
-                                        block / (QUERIES / 16) * SCORE_KEYS, keys, q, dout, delta,
-                                        probabilities, gradients);
+                                        block / (QUERIES / 16) * SCORE_KEYS, keys, q, dout, delta, probabilities,
+                                        gradients);
     __syncthreads();
 
 #pragma unroll
@@ -289,12 +288,11 @@ __global__ void __launch_bounds__(ShortShape<T, HEAD_DIM, KEYS>::THREADS, 1)
 #pragma unroll
   for (int slab = 0; slab < OWNED; ++slab) {
     const int own_key = (warp * OWNED + slab) * 16;
-    store_fragment<HEAD_DIM>(dv[slab], value_factors, keys.v, own_key,
-                             rows_of<T>(arguments.dv, batch, key_head), arguments.dv.row, own_key,
-                             arguments.key_length, 0, arguments);
-    store_fragment<HEAD_DIM>(dk[slab], key_factors, keys.k, own_key,
-                             rows_of<T>(arguments.dk, batch, key_head), arguments.dk.row, own_key,
-                             arguments.key_length, 0, arguments, angles_of(arguments, batch));
+    store_fragment<HEAD_DIM>(dv[slab], value_factors, keys.v, own_key, rows_of<T>(arguments.dv, batch, key_head),
+                             arguments.dv.row, own_key, arguments.key_length, 0, arguments);
+    store_fragment<HEAD_DIM>(dk[slab], key_factors, keys.k, own_key, rows_of<T>(arguments.dk, batch, key_head),
+                             arguments.dk.row, own_key, arguments.key_length, 0, arguments,
+                             angles_of(arguments, batch));
   }
 }
 

@@ -270,7 +270,7 @@ TK_DEVICE void rotate_row(Rows tile, int row, const Angles& angles, int64_t toke
 // the one that publishes the copies, except for rows of more than 32 chunks.
 template <int ROWS, int THREADS, class T, int COLUMNS>
 TK_DEVICE void rotate_tile(Tile<T, COLUMNS> tile, int first_row, int row_end, uint64_t bits, const Angles& angles,
-                         float sign, int thread) {
+                           float sign, int thread) {
   using Shape = Tile<T, COLUMNS>;
   constexpr int LANES = Shape::CHUNKS / 2;  // each rotates a chunk of first columns of pairs and one of second columns
   constexpr int THREADS_PER_ROW = Shape::CHUNKS < THREADS ? Shape::CHUNKS : THREADS, STEP = THREADS / THREADS_PER_ROW;
@@ -313,7 +313,7 @@ TK_DEVICE void store_rows(Tile<T, COLUMNS> tile, int tile_row, T* rows, int64_t 
 template <class T, int COLUMNS>
 TK_DEVICE void rotate_slab(Tile<T, COLUMNS> tile, int tile_row, int first_row, int row_end, const Angles& angles) {
   rotate_tile<16, WARP_SIZE>(Tile<T, COLUMNS>{tile.data + tile_row * COLUMNS}, first_row, row_end, ~0ull, angles, -1.f,
-                           threadIdx.x % WARP_SIZE);
+                             threadIdx.x % WARP_SIZE);
 }
 
 // Stores a warp's fragment, row r times factor[r / 8], to 16 rows of a tile starting at first_column.
@@ -565,13 +565,13 @@ TK_DEVICE void multiply(float (&slabs)[1][COLUMNS / 8][4], const float (&weights
 // One slab of rows.
 template <int N, class T, int COLUMNS>
 TK_DEVICE void multiply_transposed(float (&c)[N / 8][4], Tile<T, COLUMNS> a, int a_row, Tile<T, COLUMNS> b) {
-  multiply_transposed<N>(reinterpret_cast<float(&)[1][N / 8][4]>(c), a, a_row, b);
+  multiply_transposed<N>(reinterpret_cast<float (&)[1][N / 8][4]>(c), a, a_row, b);
 }
 template <int N, int COLUMNS, class T, int TILE_COLUMNS>
 TK_DEVICE void multiply(float (&c)[COLUMNS / 8][4], const float (&p)[N / 8][4], Tile<T, TILE_COLUMNS> b,
                         int first_column) {
-  multiply<N, COLUMNS>(reinterpret_cast<float(&)[1][COLUMNS / 8][4]>(c),
-                       reinterpret_cast<const float(&)[1][N / 8][4]>(p), b, first_column);
+  multiply<N, COLUMNS>(reinterpret_cast<float (&)[1][COLUMNS / 8][4]>(c),
+                       reinterpret_cast<const float (&)[1][N / 8][4]>(p), b, first_column);
 }
 
 }  // namespace transformer_kernels::attention
