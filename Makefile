@@ -23,7 +23,7 @@ help:
 	@echo "make gates  the full grids, sanitizers and compilers' reports"
 	@echo "make matrix  tests on several releases of transformers (ROWS=torch, ROWS=triton), in throwaway environments"
 	@echo "make mutants  planted bugs, each of which a test must find (SAMPLE=4 for some)"
-	@echo "make lint   ruff and mypy"
+	@echo "make lint   ruff, mypy and clang-format"
 	@echo "make site   the pages of docs/ with an API reference, in build/site"
 	@echo "make gpu    on a GPU: build, verify, test, benchmark and record in runs/gpu (make gpu-plan: the seconds)"
 	@echo "make gpu-kit  prepare that on a machine without one: the CUDA extension and Triton's cache"
@@ -69,6 +69,7 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.cu' '*.cuh' '*.h')
 
 site: $(VENV)/.site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build

@@ -97,12 +97,12 @@ inline int add_functions(PyObject* module, std::vector<PyMethodDef> functions) {
 #else
 #define TK_MODULE_SLOTS
 #endif
-#define TK_MODULE(name, doc)                                                                                     \
-  static int fill_##name(PyObject* module);                                                                      \
-  extern "C" __attribute__((visibility("default"))) PyObject* PyInit_##name() {                                  \
-    static PyModuleDef_Slot slots[] = {                                                                          \
-        {Py_mod_exec, reinterpret_cast<void*>(&fill_##name)}, TK_MODULE_SLOTS{0, nullptr}};                      \
+#define TK_MODULE(name, doc)                                                                                           \
+  static int fill_##name(PyObject* module);                                                                            \
+  extern "C" __attribute__((visibility("default"))) PyObject* PyInit_##name() {                                        \
+    static PyModuleDef_Slot slots[] = {{Py_mod_exec, reinterpret_cast<void*>(&fill_##name)},                           \
+                                       TK_MODULE_SLOTS{0, nullptr}};                                                   \
     static PyModuleDef definition = {PyModuleDef_HEAD_INIT, #name, doc, 0, nullptr, slots, nullptr, nullptr, nullptr}; \
-    return PyModuleDef_Init(&definition);                                                                        \
-  }                                                                                                              \
+    return PyModuleDef_Init(&definition);                                                                              \
+  }                                                                                                                    \
   static int fill_##name(PyObject* module)

@@ -1,8 +1,8 @@
 // How an operation offers its host functions to Python: after the definition of `softmax_forward` in
-// csrc/ops/softmax.cu, TK_EXPORT(softmax_forward) makes it callable as `_kernels.softmax_forward(...)`, positionally; a
-// function of one structure (csrc/calls) as `_kernels.norm_forward(dtype=..., rows=..., ...)`, which names its fields
-// in order and returns a function of the addresses that it leaves out.
-// bindings.cpp adds whatever was linked in: a new operation needs no other edit.
+// csrc/cuda/launchers/softmax.cu, TK_EXPORT(softmax_forward) makes it callable as `_kernels.softmax_forward(...)`,
+// positionally; a function of one structure (csrc/calls) as `_kernels.norm_forward(dtype=..., rows=..., ...)`, which
+// names its fields in order and returns a function of the addresses that it leaves out.
+// The module adds whatever was linked in: a new operation needs no other edit.
 //
 // Calls go straight through the vector-call convention, and this header needs only Python.h,
 // of which it uses the stable ABI.
@@ -100,13 +100,13 @@ template <class T> struct Bound {
 
   template <class Field> void read(Field& field, PyObject* object) {
     if constexpr (std::is_class_v<Field>) {
-      Py_ssize_t count = 0, place = 0;
+      Py_ssize_t count = 0, index = 0;
       field.fields([&](const char*, auto&) { ++count; });
       if (!PyTuple_Check(object) || PyTuple_Size(object) != count) {
         PyErr_Format(PyExc_TypeError, "expected a tuple of %zd fields", count);
         return;
       }
-      field.fields([&](const char*, auto& each) { read(each, PyTuple_GetItem(object, place++)); });
+      field.fields([&](const char*, auto& each) { read(each, PyTuple_GetItem(object, index++)); });
     } else if (std::is_same_v<Field, Address> && object == Py_None) {
       open.push_back(static_cast<size_t>(reinterpret_cast<char*>(&field) - reinterpret_cast<char*>(&fields)));
     } else {
@@ -164,25 +164,22 @@ PyObject* call_fields(void (*kernel)(const T&), const char* name, PyObject* cons
   bound.definition = {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&call_bound<T>)), METH_FASTCALL,
                       nullptr};
   const Py_ssize_t count = given + (names ? PyTuple_Size(names) : 0);
-  Py_ssize_t place = 0;
+  Py_ssize_t index = 0;
   bound.fields.fields([&](const char* field, auto& member) {
     if (PyErr_Occurred()) return;
-    if (place < given ||
-        (place < count && PyUnicode_CompareWithASCIIString(PyTuple_GetItem(names, place - given), field) == 0))
-      bound.read(member, arguments[place++]);
-    else if (names && std::is_same_v<std::remove_reference_t<decltype(member)>, Address>)
-      bound.read(member, Py_None);
-    else
-      PyErr_Format(PyExc_TypeError, "%s: %s is missing, or not in its position", name, field);
+    if (index < given ||
+        (index < count && PyUnicode_CompareWithASCIIString(PyTuple_GetItem(names, index - given), field) == 0))
+      bound.read(member, arguments[index++]);
+    else if (names && std::is_same_v<std::remove_reference_t<decltype(member)>, Address>) bound.read(member, Py_None);
+    else PyErr_Format(PyExc_TypeError, "%s: %s is missing, or not in its position", name, field);
   });
-  if (!PyErr_Occurred() && place != count)
-    PyErr_Format(PyExc_TypeError, "%s: %zd of %zd arguments are fields in order", name, place, count);
+  if (!PyErr_Occurred() && index != count)
+    PyErr_Format(PyExc_TypeError, "%s: %zd of %zd arguments are fields in order", name, index, count);
   if (PyErr_Occurred()) return nullptr;
   if (bound.open.empty()) return bound.run(bound.fields);
   auto* kept = new Bound<T>(std::move(bound));
-  PyObject* self = PyCapsule_New(kept, nullptr, [](PyObject* capsule) {
-    delete static_cast<Bound<T>*>(PyCapsule_GetPointer(capsule, nullptr));
-  });
+  PyObject* self = PyCapsule_New(
+      kept, nullptr, [](PyObject* capsule) { delete static_cast<Bound<T>*>(PyCapsule_GetPointer(capsule, nullptr)); });
   PyObject* function = PyCFunction_NewEx(&kept->definition, self, nullptr);
   Py_DECREF(self);
   return function;
@@ -215,10 +212,10 @@ struct Registration {
   Registration(const char* name, FastCall call) { exports().push_back({name, call}); }
 };
 
-#define TK_EXPORT(function)                                                                                \
+#define TK_EXPORT(function)                                                                                    \
   static PyObject* call_##function(PyObject*, PyObject* const* arguments, Py_ssize_t count, PyObject* names) { \
-    return ::transformer_kernels::call_checked(function, #function, arguments, count, names);              \
-  }                                                                                                        \
+    return ::transformer_kernels::call_checked(function, #function, arguments, count, names);                  \
+  }                                                                                                            \
   static const ::transformer_kernels::Registration registration_of_##function(#function, call_##function)
 
 }  // namespace transformer_kernels

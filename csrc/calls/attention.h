@@ -58,7 +58,7 @@ struct AttentionCall {
   View dout, dq, dk, dv;  // backward; on a CPU dq, dk and dv may be absent
   Address dlse, dbias;    // dbias is contiguous, of the bias's dtype; on a CPU fp32
   Address delta;          // workspace of a GPU, as large as lse
-  int64_t path, device;   // of a GPU: which kernels (csrc/ops/attention.cu)
+  int64_t path, device;   // of a GPU: which kernels (csrc/cuda/launchers/attention.cu)
   Address stream;
 
   template <class Visit> void fields(Visit&& visit) {

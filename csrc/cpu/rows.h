@@ -106,9 +106,8 @@ template <class F>
 TK_INLINE void over_dropped_columns(const Dropout& dropout, uint32_t row, int64_t columns, const F& f) {
   constexpr int GROUPS = 2, VECTORS = COLUMNS_OF_GROUP / WIDTH;
   if (!dropout.threshold)
-    return over_columns(columns, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
-      f(j, lanes, u, [](Floats x) TK_LAMBDA { return x; });
-    });
+    return over_columns(
+        columns, [&](int64_t j, auto lanes, int u) TK_LAMBDA { f(j, lanes, u, [](Floats x) TK_LAMBDA { return x; }); });
   for (int64_t group = 0; group < columns; group += GROUPS * COLUMNS_OF_GROUP) {
     uint64_t bits[GROUPS];
     keep_bits<GROUPS>(dropout, 0, row, 0, static_cast<uint32_t>(group / COLUMNS_OF_COUNTER), COUNTERS_OF_GROUP, bits);

@@ -331,9 +331,7 @@ template <class F> TK_INLINE void over_columns(int64_t columns, const F& f) {
 }
 
 TK_INLINE float sum(const Floats (&x)[4]) { return sum((x[0] + x[1]) + (x[2] + x[3])); }
-TK_INLINE float largest(const Floats (&x)[4]) {
-  return largest(maximum(maximum(x[0], x[1]), maximum(x[2], x[3])));
-}
+TK_INLINE float largest(const Floats (&x)[4]) { return largest(maximum(maximum(x[0], x[1]), maximum(x[2], x[3]))); }
 
 // A vector as it will be read again from memory of type T.
 template <class T> TK_INLINE Floats as_stored(Floats x) {

@@ -30,8 +30,7 @@ template <class Call> Stream stream_of(const Call& call) {
 
 // Whether the runtime's context of a device exists. It takes hundreds of megabytes of the device's memory.
 inline bool has_primary_context(int device) {
-  static const auto get_state =
-      driver_function<CUresult (*)(CUdevice, unsigned*, int*)>("cuDevicePrimaryCtxGetState");
+  static const auto get_state = driver_function<CUresult (*)(CUdevice, unsigned*, int*)>("cuDevicePrimaryCtxGetState");
   unsigned flags = 0;
   int active = 0;
   return get_state && get_state(device, &flags, &active) == CUDA_SUCCESS && active;
@@ -108,8 +107,7 @@ void launch_typed(void (*)(Parameters...), const char* name, dim3 grid, dim3 blo
   }
   const auto start = [&](Parameters... parameters) {
     void* pointers[] = {const_cast<void*>(static_cast<const void*>(&parameters))...};
-    return cudaLaunchKernel(kernel, grid, block, pointers, shared_bytes,
-                            reinterpret_cast<cudaStream_t>(stream.handle));
+    return cudaLaunchKernel(kernel, grid, block, pointers, shared_bytes, reinterpret_cast<cudaStream_t>(stream.handle));
   };
   const cudaError_t error = start(static_cast<Parameters>(arguments)...);
   if (error != cudaSuccess) {
@@ -134,9 +132,7 @@ inline int architecture(int device) {
 }
 
 // The bytes of shared memory that one block may use: 227 KiB on sm_90, 163 on sm_80, 99 on sm_86, sm_89 and sm_120.
-inline int shared_memory_per_block(int device) {
-  return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-}
+inline int shared_memory_per_block(int device) { return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device); }
 
 #else
 
@@ -147,9 +143,9 @@ struct DeviceGuard {
 template <auto KERNEL, class... Parameters, class... Arguments>
 void launch_typed(void (*)(Parameters...), const char* name, dim3 grid, dim3 block, size_t shared_bytes, Stream,
                   Arguments... arguments) {
-  emulation::run_or_observe<Parameters...>({name, __PRETTY_FUNCTION__, grid, block, shared_bytes},
-                                           [=] { KERNEL(static_cast<Parameters>(arguments)...); },
-                                           static_cast<Parameters>(arguments)...);
+  emulation::run_or_observe<Parameters...>({name, __PRETTY_FUNCTION__, grid, block, shared_bytes}, [=] {
+    KERNEL(static_cast<Parameters>(arguments)...);
+  }, static_cast<Parameters>(arguments)...);
 }
 
 // Few, so that persistent kernels loop even over small tensors.

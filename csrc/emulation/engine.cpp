@@ -146,16 +146,16 @@ uint64_t next_random() {
 void make_ready(Thread& thread) { current_block().ready[thread.warp] |= 1u << thread.lane; }
 
 void fail(const char* format, ...) {
-  char message[768], place[192];
+  char message[768], where[192];
   va_list arguments;
   va_start(arguments, format);
   std::vsnprintf(message, sizeof message, format, arguments);
   va_end(arguments);
   Block& block = current_block();
   const Thread& self = current_thread();
-  std::snprintf(place, sizeof place, " [block (%u, %u, %u), thread (%u, %u, %u), warp %u, lane %u]", block.index.x,
+  std::snprintf(where, sizeof where, " [block (%u, %u, %u), thread (%u, %u, %u), warp %u, lane %u]", block.index.x,
                 block.index.y, block.index.z, self.index.x, self.index.y, self.index.z, self.warp, self.lane);
-  if (!block.cancelled) block.error = std::string(message) + place;
+  if (!block.cancelled) block.error = std::string(message) + where;
   block.cancelled = true;
   throw Cancelled{};
 }

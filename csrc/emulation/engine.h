@@ -21,28 +21,29 @@ namespace emulation {
 enum Counter {
   BLOCKS,
   FIBER_SWITCHES,
-  BARRIERS,             // arrivals of one thread
-  SHUFFLES,             // of one warp
-  MATRIX_LOADS,         // ldmatrix of one warp
-  MATRIX_MULTIPLIES,    // mma of one warp
-  BANK_CONFLICTS,       // extra cycles of ldmatrix
+  BARRIERS,  // arrivals of one thread
+  SHUFFLES,  // of one warp
+  MATRIX_LOADS,  // ldmatrix of one warp
+  MATRIX_MULTIPLIES,  // mma of one warp
+  BANK_CONFLICTS,  // extra cycles of ldmatrix
   ASYNC_COPY_BYTES,
-  GLOBAL_LOAD_BYTES,    // through load_vector, load and asynchronous copies
-  GLOBAL_LOADS,         // instructions of one thread
+  GLOBAL_LOAD_BYTES,  // through load_vector, load and asynchronous copies
+  GLOBAL_LOADS,  // instructions of one thread
   GLOBAL_STORE_BYTES,
   GLOBAL_STORES,
   COUNTER_COUNT,
 };
 inline constexpr std::array<const char*, COUNTER_COUNT> COUNTER_NAMES = {
-    "blocks",         "fiber_switches",   "barriers",          "shuffles",     "matrix_loads",
-    "matrix_multiplies", "bank_conflicts", "async_copy_bytes", "global_load_bytes", "global_loads",
-    "global_store_bytes", "global_stores"};
+    "blocks",         "fiber_switches",     "barriers",
+    "shuffles",       "matrix_loads",       "matrix_multiplies",
+    "bank_conflicts", "async_copy_bytes",   "global_load_bytes",
+    "global_loads",   "global_store_bytes", "global_stores"};
 using Counters = std::array<uint64_t, COUNTER_COUNT>;
 
 enum class ScheduleKind {
-  LOWEST_FIRST,     // the lowest thread that can run
-  ONE_WARP_AHEAD,   // one warp of the block runs as far as it can first: finds missing barriers before overwrites
-  RANDOM,           // random warp priorities and lanes; asynchronous copies may land early
+  LOWEST_FIRST,  // the lowest thread that can run
+  ONE_WARP_AHEAD,  // one warp of the block runs as far as it can first: finds missing barriers before overwrites
+  RANDOM,  // random warp priorities and lanes; asynchronous copies may land early
 };
 struct Schedule {
   ScheduleKind kind = ScheduleKind::LOWEST_FIRST;
@@ -62,9 +63,9 @@ struct Thread {
   unsigned linear = 0, lane = 0, warp = 0;
   bool started = false, exited = false;
   const char* waiting_at = "";
-  unsigned pieces_taken = 0;       // of shared memory
-  size_t emulated_cursor = 0;      // with red zones between the pieces
-  size_t device_cursor = 0;        // as the device would carve
+  unsigned pieces_taken = 0;  // of shared memory
+  size_t emulated_cursor = 0;  // with red zones between the pieces
+  size_t device_cursor = 0;  // as the device would carve
   std::vector<AsyncCopy> copies;
   unsigned open_group = 0;
 };
@@ -140,7 +141,7 @@ void free_shared_memory(Block& block);
 
 // hopper.cpp, for the engine
 std::string describe_barriers(const Block& block);  // barriers with waiting threads
-void close_hopper(Block& block);                    // reports operations still in flight
+void close_hopper(Block& block);  // reports operations still in flight
 
 struct LaunchRequest {
   const char* name;

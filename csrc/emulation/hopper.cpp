@@ -42,7 +42,7 @@ struct InitialisedBarrier {
 struct TensorCopy {
   char* destination;
   TensorMap map;
-  std::array<int, 4> place;
+  std::array<int, 4> corner;
   uint64_t* barrier;
 };
 
@@ -133,8 +133,9 @@ void finish_phase_if_complete(uint64_t* barrier) {
 void add_bytes(uint64_t* barrier, int bytes) {
   Mbarrier& mine = contents(barrier);
   const int sum = mine.bytes() + bytes;
-  if (sum > MAX_BYTES || sum < -MAX_BYTES) fail("an mbarrier counts at most %d bytes: %s", MAX_BYTES, describe(state(),
-  barrier).c_str()); mine.phase_and_bytes = sum * 2 + mine.parity();
+  if (sum > MAX_BYTES || sum < -MAX_BYTES)
+    fail("an mbarrier counts at most %d bytes: %s", MAX_BYTES, describe(state(), barrier).c_str());
+  mine.phase_and_bytes = sum * 2 + mine.parity();
 }
 
 // The 128-byte swizzle: 16-byte chunk c of row r of a 1024-byte group is stored at chunk c ^ r.
@@ -146,15 +147,16 @@ void land(const TensorCopy& copy) {
   tell_order_after(copy.barrier);  // the thread that lands the copy is ordered after the thread that started it
   const uint32_t base = shared_address(copy.destination);
   for (unsigned row = 0; row < copy.map.box_rows; ++row) {
-    const int64_t place[4] = {copy.place[0], copy.place[1] + static_cast<int64_t>(row), copy.place[2], copy.place[3]};
+    const int64_t corner[4] = {copy.corner[0], copy.corner[1] + static_cast<int64_t>(row), copy.corner[2],
+                               copy.corner[3]};
     bool inside = true;
-    for (int axis = 1; axis < 4; ++axis) inside = inside && place[axis] >= 0 && place[axis] < copy.map.sizes[axis];
+    for (int axis = 1; axis < 4; ++axis) inside = inside && corner[axis] >= 0 && corner[axis] < copy.map.sizes[axis];
     const char* source = copy.map.data;
-    for (int axis = 0; axis < 4; ++axis) source += place[axis] * copy.map.strides[axis];
+    for (int axis = 0; axis < 4; ++axis) source += corner[axis] * copy.map.strides[axis];
     for (int column = 0; column < BOX_COLUMNS; column += 8) {
       char* chunk = at_address(swizzled(base + row * 128 + static_cast<unsigned>(column) * 2));
       // Columns outside are zeros, also within a chunk.
-      const int64_t columns = inside ? std::clamp<int64_t>(copy.map.sizes[0] - place[0] - column, 0, 8) : 0;
+      const int64_t columns = inside ? std::clamp<int64_t>(copy.map.sizes[0] - corner[0] - column, 0, 8) : 0;
       const auto bytes = static_cast<size_t>(columns) * 2;
       note_write(chunk, 16);
       if (bytes) note_read(source + 2 * column, bytes);
@@ -214,7 +216,7 @@ const char* element_address(uint64_t descriptor, int row, int column) {
       swizzled(start + r / 8 * between_groups + r % 8 * 128 + c / BOX_COLUMNS * between_panels + c % BOX_COLUMNS * 2));
 }
 
-// Every 16-byte chunk of the operands in shared memory, in order: f(address), first those of a.
+// Every 16-byte chunk of the operands in shared memory, in order: f(address), the chunks of a first.
 template <class F> void for_chunks(const WgmmaOperands& common, F f) {
   for (int row = 0; row < 64 && !common.a; ++row)
     for (int k = 0; k < 16; k += 8) f(element_address(common.a_descriptor, row, k));
@@ -260,8 +262,7 @@ void execute(const Product& product) {
       const uint32_t pair = product.a_at_start[row / 16 * 32 + row % 8 * 4 + k % 8 / 2][row % 16 / 8 + k / 8 * 2];
       a[row * 16 + k] = to_float(common.a ? static_cast<uint16_t>(k % 2 ? pair >> 16 : pair) : *shared++);
     }
-  for (size_t i = 0; i < 16 * n; ++i)
-    b[common.b_summed_along_rows ? i : i % 16 * n + i / 16] = to_float(shared[i]);
+  for (size_t i = 0; i < 16 * n; ++i) b[common.b_summed_along_rows ? i : i % 16 * n + i / 16] = to_float(shared[i]);
   std::vector<float>& d = product.d->values;
   if (!common.accumulate) std::fill(d.begin(), d.end(), 0.0f);
   multiply_add(current_block().architecture, common.is_float16 ? Operand::FLOAT16 : Operand::BFLOAT16, 64, common.n, 16,
@@ -274,7 +275,7 @@ template <class F> void for_accumulators(Accumulators& d, F f) {
     for (int n = 0; n < d.n; ++n) {
       const int thread = row / 16 * 32 + row % 8 * 4 + n % 8 / 2;
       f(d.values[static_cast<size_t>(row * d.n + n)], d.registers[thread][n / 8 * 4 + row % 16 / 8 * 2 + n % 2],
-      thread);
+        thread);
     }
 }
 
@@ -386,9 +387,9 @@ void mbarrier_wait(uint64_t* barrier, int parity) {
   order_after(barrier);
 }
 
-void copy_tensor_box(void* shared, const TensorMap& map, std::array<int, 4> place, uint64_t* barrier) {
+void copy_tensor_box(void* shared, const TensorMap& map, std::array<int, 4> corner, uint64_t* barrier) {
   const size_t bytes = map.box_rows * size_t{BOX_COLUMNS} * 2;
-  if (place[0] < 0) fail("a tensor copy from column %d is not emulated", place[0]);
+  if (corner[0] < 0) fail("a tensor copy from column %d is not emulated", corner[0]);
   if (shared_address(shared) % 1024) fail("a swizzled tensor copy needs a destination on 1024 bytes");
   check_taken(shared, bytes, "a tensor copy");
   checked(barrier);
@@ -404,16 +405,18 @@ void copy_tensor_box(void* shared, const TensorMap& map, std::array<int, 4> plac
   std::memset(shared, 0xff, bytes);  // NaN until the copy lands
   note_async_store(shared, bytes);
   count(ASYNC_COPY_BYTES, bytes);
-  hopper.copies.push_back({static_cast<char*>(shared), map, place, barrier});
+  hopper.copies.push_back({static_cast<char*>(shared), map, corner, barrier});
   wake_waiting(hopper);
 }
 
 void wgmma_fence() { my_group().fenced[current_thread().linear % GROUP] = true; }
 
 void wgmma(const WgmmaOperands& operands) {
-  if (current_block().architecture != 90) fail("wgmma exists on sm_90 only; this is sm_%d",
-  current_block().architecture); tell_order_before(&my_group().order); const IgnoreAccesses ignore; meet("wgmma",
-  &operands, start_product);
+  if (current_block().architecture != 90)
+    fail("wgmma exists on sm_90 only; this is sm_%d", current_block().architecture);
+  tell_order_before(&my_group().order);
+  const IgnoreAccesses ignore;
+  meet("wgmma", &operands, start_product);
 }
 
 void wgmma_commit() {
@@ -440,10 +443,12 @@ void set_registers(int count) {
   const Block& block = current_block();
   Hopper& hopper = state();
   WarpGroup& mine = my_group();
-  if (count % 8 || count < 24 || count > 256) fail("setmaxnreg: %d registers are not a multiple of 8 from 24 to 256",
-  count); mine.registers = count; // The initial register count: a share of 65,536 registers in steps of 8 per thread.
-  const unsigned start = 65536 / block.thread_count / 8 * 8; unsigned sum = 0; for (unsigned group = 0; group <
-  block.warp_count / 4; ++group)
+  if (count % 8 || count < 24 || count > 256)
+    fail("setmaxnreg: %d registers are not a multiple of 8 from 24 to 256", count);
+  mine.registers = count; // The initial register count: a share of 65,536 registers in steps of 8 per thread.
+  const unsigned start = 65536 / block.thread_count / 8 * 8;
+  unsigned sum = 0;
+  for (unsigned group = 0; group < block.warp_count / 4; ++group)
     sum += hopper.groups[group].registers ? static_cast<unsigned>(hopper.groups[group].registers) : 0;
   if (sum * GROUP > start * block.thread_count)
     fail("setmaxnreg: the warp groups ask for %u registers, the block has %u", sum * GROUP, start * block.thread_count);
@@ -457,9 +462,8 @@ std::string describe_barriers(const Block& block) {
   for (const Waiting& waiting : hopper.waiting) {
     if (waiting.barrier == last) continue;
     last = waiting.barrier;
-    text += " thread " + std::to_string(waiting.thread->linear) + " waits for parity " + std::to_string(waiting.parity)
-    +
-            " of " + describe(hopper, waiting.barrier) + ";";
+    text += " thread " + std::to_string(waiting.thread->linear) + " waits for parity " +
+            std::to_string(waiting.parity) + " of " + describe(hopper, waiting.barrier) + ";";
   }
   return text;
 }

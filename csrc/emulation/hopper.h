@@ -1,7 +1,7 @@
 // The CPU implementation of cuda/primitives/hopper.h: mbarrier, bulk tensor copies and wgmma. Copies land and products
-// are computed no earlier than a thread waits for them, copies in random order under random schedules; a thread that does
-// not wait reads poison or old values. Accumulators are poisoned from the start of their product to the wait. Changes
-// of accumulators, register operands or operands in shared memory before the wait are errors.
+// are computed no earlier than a thread waits for them, copies in random order under random schedules; a thread that
+// does not wait reads poison or old values. Accumulators are poisoned from the start of their product to the wait.
+// Changes of accumulators, register operands or operands in shared memory before the wait are errors.
 #pragma once
 #include <array>
 #include <cstddef>
@@ -13,7 +13,7 @@ namespace emulation {
 
 struct TensorMap {
   char* data;
-  std::array<int64_t, 4> sizes;    // innermost first
+  std::array<int64_t, 4> sizes;  // innermost first
   std::array<int64_t, 4> strides;  // in bytes
   unsigned box_rows;
 };
@@ -25,7 +25,7 @@ void mbarrier_init(uint64_t* barrier, int arrivals);
 void fence_mbarrier_init();
 void mbarrier_arrive(uint64_t* barrier, int expected_bytes);
 void mbarrier_wait(uint64_t* barrier, int parity);
-void copy_tensor_box(void* shared, const TensorMap& map, std::array<int, 4> place, uint64_t* barrier);
+void copy_tensor_box(void* shared, const TensorMap& map, std::array<int, 4> corner, uint64_t* barrier);
 
 // One thread's view of a product of 64 x N x 16.
 struct WgmmaOperands {
@@ -35,7 +35,7 @@ struct WgmmaOperands {
   int n;
   bool accumulate;
   bool b_summed_along_rows;  // b is 16 x N in memory, else N x 16
-  bool is_float16;           // else bfloat16
+  bool is_float16;  // else bfloat16
 };
 void wgmma_fence();
 void wgmma(const WgmmaOperands& operands);

@@ -28,8 +28,9 @@ long from_environment(const char* name, long otherwise) {
 
 void refuse(const LaunchRequest& request, const std::string& reason) {
   char shape[160];
-  std::snprintf(shape, sizeof shape, " with grid (%u, %u, %u), block (%u, %u, %u) and %zu bytes of shared memory: ",
-                request.grid.x, request.grid.y, request.grid.z, request.block.x, request.block.y, request.block.z,
+  std::snprintf(shape, sizeof shape,
+                " with grid (%u, %u, %u), block (%u, %u, %u) and %zu bytes of shared memory: ", request.grid.x,
+                request.grid.y, request.grid.z, request.block.x, request.block.y, request.block.z,
                 request.shared_bytes);
   throw std::runtime_error(request.name + std::string(shape) + reason);
 }

@@ -109,10 +109,8 @@ void ldmatrix_x4(uint32_t* registers, const void* shared_row, bool transposed) {
   shared_address(shared_row);
   note_load(shared_row, 16, 16);  // by the lane itself, so that the sanitizers attribute the access to it
   std::memcpy(mine.row, shared_row, 16);
-  if (transposed)
-    warp_collective(~0u, "ldmatrix.trans", &mine, combine_loads<true>);
-  else
-    warp_collective(~0u, "ldmatrix", &mine, combine_loads<false>);
+  if (transposed) warp_collective(~0u, "ldmatrix.trans", &mine, combine_loads<true>);
+  else warp_collective(~0u, "ldmatrix", &mine, combine_loads<false>);
 }
 
 void mma_m16n8k16_bfloat16(float* d, const uint32_t* a, uint32_t b0, uint32_t b1) {

@@ -96,9 +96,8 @@ void close_shared_memory(Block& block) {
     const auto* after = reinterpret_cast<const unsigned char*>(block.shared + piece.offset + piece.bytes);
     for (size_t i = 0; i < RED_ZONE_BYTES; ++i)
       if (before[i] != RED_ZONE || after[i] != RED_ZONE) {
-        block.error = "a store went past a piece of shared memory of " + std::to_string(piece.bytes) + " bytes [block ("
-        +
-                      std::to_string(block.index.x) + ", " + std::to_string(block.index.y) + ", " +
+        block.error = "a store went past a piece of shared memory of " + std::to_string(piece.bytes) +
+                      " bytes [block (" + std::to_string(block.index.x) + ", " + std::to_string(block.index.y) + ", " +
                       std::to_string(block.index.z) + ")]";
         return;
       }
@@ -120,7 +119,7 @@ void* take_shared(size_t bytes, size_t alignment) {
   self.device_cursor = (self.device_cursor + alignment - 1) / alignment * alignment + bytes;
   if (self.device_cursor > block.shared_bytes)
     fail("the kernel takes %zu bytes of dynamic shared memory, the launch gave %zu", self.device_cursor,
-    block.shared_bytes);
+         block.shared_bytes);
   const size_t offset = (self.emulated_cursor + RED_ZONE_BYTES + alignment - 1) / alignment * alignment;
   self.emulated_cursor = offset + bytes + RED_ZONE_BYTES;
   if (self.emulated_cursor > SHARED_ARENA_BYTES) fail("the emulation's arena of shared memory is full");
@@ -166,9 +165,8 @@ void copy_async_commit() { ++current_thread().open_group; }
 
 void copy_async_wait(unsigned pending) {
   Thread& self = current_thread();
-  auto first_pending = std::find_if(self.copies.begin(), self.copies.end(), [&](const AsyncCopy& copy) {
-    return copy.group + pending >= self.open_group;
-  });
+  auto first_pending = std::find_if(self.copies.begin(), self.copies.end(),
+                                    [&](const AsyncCopy& copy) { return copy.group + pending >= self.open_group; });
   for (auto copy = self.copies.begin(); copy != first_pending; ++copy) land(*copy);
   const IgnoreAccesses ignore;
   self.copies.erase(self.copies.begin(), first_pending);

@@ -24,8 +24,8 @@ constexpr size_t PIECE_BYTES = 16;
 struct Proxies {
   std::vector<Piece> pieces{SHARED_ARENA_BYTES / PIECE_BYTES};
   std::vector<char> async_view = std::vector<char>(SHARED_ARENA_BYTES);  // the bytes as the async proxy last read them
-  std::vector<KnownFences> known;                                        // by thread
-  std::unordered_map<const void*, KnownFences> published;                // by barrier
+  std::vector<KnownFences> known;  // by thread
+  std::unordered_map<const void*, KnownFences> published;  // by barrier
   uint32_t fences = 0;
 };
 
@@ -121,9 +121,7 @@ void forget_fences() {
   state().fences = 0;
 }
 
-void publish_fences(const void* barrier) {
-  join(state().published[barrier], state().known[current_thread().linear]);
-}
+void publish_fences(const void* barrier) { join(state().published[barrier], state().known[current_thread().linear]); }
 
 void learn_fences(const void* barrier) {
   const auto found = state().published.find(barrier);

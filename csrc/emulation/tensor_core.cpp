@@ -135,8 +135,8 @@ void multiply_add(int architecture, Operand type, int rows, int columns, int dep
       for (int column = 0; column < columns; column += LANES) {
         float* c = d + row * columns + column;
         const float* right = b + k * columns + column;
-        if (finite && add_products_of_lanes(core, {a_row + k, a_powers + k, right, &b_powers[k * columns + column],
-        columns}, c))
+        if (finite &&
+            add_products_of_lanes(core, {a_row + k, a_powers + k, right, &b_powers[k * columns + column], columns}, c))
           continue;
         for (int lane = 0; lane < LANES; ++lane)
           c[lane] = add_products(core, a_row + k, right + lane, columns, c[lane]);

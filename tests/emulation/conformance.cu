@@ -152,8 +152,14 @@ __global__ void reduction_kernel(float* out) {
   const int t = static_cast<int>(threadIdx.x);
   const float value = static_cast<float>(t);
   const float2 pair = block_sum_pair<4>(make_float2(value, 2.0f * value), scratch);
-  const float results[8] = {warp_sum(value), warp_max(-value), quad_sum(value), quad_max(value),
-                            block_reduce<Sum, 4>(value, scratch), block_reduce<Max, 4>(value, scratch), pair.x, pair.y};
+  const float results[8] = {warp_sum(value),
+                            warp_max(-value),
+                            quad_sum(value),
+                            quad_max(value),
+                            block_reduce<Sum, 4>(value, scratch),
+                            block_reduce<Max, 4>(value, scratch),
+                            pair.x,
+                            pair.y};
   for (int i = 0; i < 8; ++i) out[t * 8 + i] = results[i];
 }
 
@@ -460,8 +466,8 @@ template <int N> static void check_wgmma(const char* from_shared, const char* fr
       for (int k = 0; k < 64; ++k) want_registers += a[row * 128 + k] * c[k * N + column];
       const int place = row * N + column;
       right = right && got[place] == want;
-      right_registers = right_registers && got_registers[place] == want_registers &&
-                        got_registers[64 * N + place] == -want_registers;
+      right_registers =
+          right_registers && got_registers[place] == want_registers && got_registers[64 * N + place] == -want_registers;
     }
   expect(right, from_shared, got);
   expect(right_registers, from_registers, got_registers);
@@ -470,10 +476,8 @@ template <int N> static void check_wgmma(const char* from_shared, const char* fr
 // One of three warp groups gives registers to the others; with less than 64,512 in the block this waits for ever.
 __global__ void __launch_bounds__(3 * WARP_GROUP_SIZE, 1) registers_kernel(uint32_t* out) {
 #if defined(TK_HOPPER)
-  if (threadIdx.x < WARP_GROUP_SIZE)
-    give_registers<24>();
-  else
-    take_registers<240>();
+  if (threadIdx.x < WARP_GROUP_SIZE) give_registers<24>();
+  else take_registers<240>();
   out[threadIdx.x] = threadIdx.x;
 #endif
 }

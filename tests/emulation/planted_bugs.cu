@@ -157,8 +157,7 @@ __global__ void warp_group_kernel(float* d, Bug bug) {
     tk::store_vector(b + 8 * i, ones);
     if (bug == Bug::UNREPORTED_STORE_WITHOUT_FENCE)
       for (int e = 0; e < 8; ++e) a[8 * i + e] = ones[e];
-    else
-      tk::store_vector(a + 8 * i, ones);
+    else tk::store_vector(a + 8 * i, ones);
   }
   if (bug == Bug::MISSING_BARRIER_AFTER_FENCE) __syncthreads();
   if (bug != Bug::MISSING_PROXY_FENCE && bug != Bug::UNREPORTED_STORE_WITHOUT_FENCE) tk::fence_for_async();
@@ -222,10 +221,8 @@ __global__ void copy_kernel(const __grid_constant__ tk::TensorMap map, uint16_t*
 
 // Of three warp groups one gives registers to the others.
 __global__ void registers_kernel(Bug bug) {
-  if (threadIdx.x >= tk::WARP_GROUP_SIZE || bug == Bug::TOO_MANY_REGISTERS)
-    tk::take_registers<240>();
-  else
-    tk::give_registers<24>();
+  if (threadIdx.x >= tk::WARP_GROUP_SIZE || bug == Bug::TOO_MANY_REGISTERS) tk::take_registers<240>();
+  else tk::give_registers<24>();
 }
 
 static bool warp_group_is_right(Bug bug) {

@@ -18,25 +18,19 @@ template <class T, int K> __global__ void mma_kernel(const uint32_t* a, const ui
   uint32_t left[4], right[2];
   for (int i = 0; i < 4; ++i) {  // PTX ISA, fragments of m16n8k16 and m16n8k8
     const int row = group + i % 2 * 8, column = i / 2 * (K / 2);
-    if (K == 8)
-      left[i] = a[row * K + column + in_group];
-    else
-      left[i] = a[row * K + column + 2 * in_group] | a[row * K + column + 2 * in_group + 1] << 16;
+    if (K == 8) left[i] = a[row * K + column + in_group];
+    else left[i] = a[row * K + column + 2 * in_group] | a[row * K + column + 2 * in_group + 1] << 16;
   }
   for (int i = 0; i < 2; ++i) {
     const int row = i * (K / 2);
-    if (K == 8)
-      right[i] = b[(row + in_group) * 8 + group];
-    else
-      right[i] = b[(row + 2 * in_group) * 8 + group] | b[(row + 2 * in_group + 1) * 8 + group] << 16;
+    if (K == 8) right[i] = b[(row + in_group) * 8 + group];
+    else right[i] = b[(row + 2 * in_group) * 8 + group] | b[(row + 2 * in_group + 1) * 8 + group] << 16;
   }
   float sums[4];
   const auto place = [&](int i) { return (int64_t{blockIdx.x} * 16 + group + i / 2 * 8) * 8 + in_group * 2 + i % 2; };
   for (int i = 0; i < 4; ++i) sums[i] = c[place(i)];
-  if constexpr (K == 8)
-    tk::mma_m16n8k8_tf32(sums, left, right[0], right[1]);
-  else
-    tk::mma_m16n8k16<T>(sums, left, right[0], right[1]);
+  if constexpr (K == 8) tk::mma_m16n8k8_tf32(sums, left, right[0], right[1]);
+  else tk::mma_m16n8k16<T>(sums, left, right[0], right[1]);
   for (int i = 0; i < 4; ++i) d[place(i)] = sums[i];
 }
 
@@ -74,10 +68,8 @@ template <class T> __global__ void wgmma_kernel(const uint32_t* a, const uint32_
   tk::wgmma_pin(sums);
   tk::wgmma_fence();
   const uint64_t right = tk::swizzled_descriptor(b_tile, 16);
-  if (from_shared)
-    tk::Wgmma<T, N>::from_shared(sums, tk::swizzled_descriptor(a_tile, 16), right, 1);
-  else
-    tk::Wgmma<T, N>::from_registers(sums, left, right);
+  if (from_shared) tk::Wgmma<T, N>::from_shared(sums, tk::swizzled_descriptor(a_tile, 16), right, 1);
+  else tk::Wgmma<T, N>::from_registers(sums, left, right);
   tk::wgmma_commit();
   tk::wgmma_wait<0>();
   tk::wgmma_pin(sums);
@@ -107,8 +99,7 @@ template <class T> static void multiply_16_bits(bool warp_group, size_t fragment
   if (warp_group)
     multiply<wgmma_kernel<T>, 64, 64, 16>(fragments, tk::WARP_GROUP_SIZE,
                                           tk::shared_bytes_after<T, 1024>(TILE, TILE * 2));
-  else
-    multiply<mma_kernel<T, 16>, 16, 8, 16>(fragments, 32, 0);
+  else multiply<mma_kernel<T, 16>, 16, 8, 16>(fragments, 32, 0);
 }
 
 int main(int, char** arguments) {

@@ -4,7 +4,8 @@ import triton
 import triton.language as tl
 
 from transformer_kernels.backends.triton_language import from_fp32, philox_words, to_fp32
-from transformer_kernels.ops.attention._triton_tile import Mask, real_keys
+from transformer_kernels.ops.attention._triton_masks import real_keys
+from transformer_kernels.ops.attention._triton_scores import Extras, Stage, StageNumbers
 
 
 @triton.jit
@@ -44,7 +45,8 @@ def running_total_kernel(total, order):
 @triton.jit
 def real_keys_kernel(padding, found, start, end, length, CHUNK: tl.constexpr):
     """`real_keys` for the keys [start, end) of one sequence."""
-    first_real, end_real, contiguous = real_keys(Mask(padding, 0, None, 1, length, 0, 0), start, end, CHUNK)
+    stage = Stage(Extras(padding, None, None, None, None, None), StageNumbers(0, 0, 1, length, 0, 0, 0, 0, 0, 0, 0))
+    first_real, end_real, contiguous = real_keys(stage, start, end, CHUNK)
     tl.store(found, first_real)
     tl.store(found + 1, end_real)
     tl.store(found + 2, contiguous.to(tl.int32))

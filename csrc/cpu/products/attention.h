@@ -396,8 +396,9 @@ inline void add_to_scores(const Added& added, int64_t batch, const Keys& keys, c
         const T* bias = at<const T>(added.data) + batch * stride[0] + head * stride[1] + row * stride[2];
         if (dense && some == WIDTH) store(rows + lane * WIDTH, load(bias + keys.first + key));
         else if (dense) store(rows + lane * WIDTH, load(bias + keys.first + key, Part{static_cast<int>(some)}));
-        else for (int64_t i = 0; i < WIDTH; ++i)
-          rows[lane * WIDTH + i] = i < some ? element(bias[row_of_key(keys, key + i) * stride[3]]) : 0.0f;
+        else
+          for (int64_t i = 0; i < WIDTH; ++i)
+            rows[lane * WIDTH + i] = i < some ? element(bias[row_of_key(keys, key + i) * stride[3]]) : 0.0f;
       }
       transpose_square(rows, WIDTH, 1.0f, columns, WIDTH);
       for (int64_t i = 0; i < some; ++i) {

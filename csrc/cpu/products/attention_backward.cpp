@@ -357,8 +357,8 @@ void clear_filler(const AttentionCall& call) {
 }
 
 // Adds a tile's dS to the bias's gradient, in whose shape a broadcast axis has size 1.
-void add_bias_gradient(const AttentionCall& call, const Keys& keys, const QueryBlock& block,
-                       const Tile& tile, int64_t key, int64_t rows, float* dbias) {
+void add_bias_gradient(const AttentionCall& call, const Keys& keys, const QueryBlock& block, const Tile& tile,
+                       int64_t key, int64_t rows, float* dbias) {
   const int64_t *sizes = call.bias_sizes.at, columns = sizes[3];
   const bool dense = columns > 1 && sizes[2] > 1 && !keys.position;
   alignas(64) float square[WIDTH * WIDTH];

@@ -290,8 +290,7 @@ struct Pairs {
   template <class T>
   void write_queries(const AttentionCall& call, int64_t batch, const QueryBlock& block, float scale) const {
     for (int64_t first = 0; first < block.lanes.count; first += WIDTH)
-      over_result_rows(dq(block) + first, SIZE, pitch, splat(scale),
-                       [&](int64_t lane, int64_t d, __m512i row) TK_LAMBDA {
+      over_result_rows(dq(block) + first, SIZE, pitch, splat(scale), [&](int64_t lane, int64_t d, __m512i row) TK_LAMBDA {
         const int64_t i = first + lane;
         if (i < block.lanes.count && d < call.width)
           store_row_part(row_of<Bfloat16>(call.dq, batch, block.lanes.head[i], block.lanes.query[i]), d, call.width,

@@ -333,7 +333,7 @@ struct NonFinite {
   bool any = false;
   NonFinite(const AttentionCall& call, int64_t key_rows)
       : rows(smaller(call.left, call.right) < NO_LIMIT || call.key_ranges ? scratch<uint8_t>(NONFINITE, key_rows)
-                                                                           : nullptr) {}
+                                                                          : nullptr) {}
 };
 
 // A block of queries and the state of its softmax over the packed keys [first, end) that it sees,
@@ -445,8 +445,8 @@ void forward_task(const AttentionCall& call, const Options& options, int64_t tas
       const int64_t next = begin + sharing * step, next_row = next < rows ? next : part * SIZE + i * step;
       fetch(call, call.q, span.batch, next < rows ? 0 : next_owner(call.q, call.kv_heads, kv_head, group), next_row,
             smaller(next_row + SIZE, rows), operands.fetches, [&](int64_t r) TK_LAMBDA {
-              return HeadRow{kv_head * group + r / span.queries, span.first_query + r % span.queries};
-            });
+        return HeadRow{kv_head * group + r / span.queries, span.first_query + r % span.queries};
+      });
       fetch(call, call.out, span.batch, 0, 0, block.count, operands.fetches, query_position);
     }
     for (bool more = true; more;) {
@@ -478,7 +478,7 @@ template <int REGISTERS> struct Split {
 
   // The same as `piece` while decoding: all queries see the same keys.
   void decode(const AttentionCall& call, const Options& options, const Span& span, const Keys& keys, int64_t kv_head,
-           const QueryTile<REGISTERS>& tile, float* result) const {
+              const QueryTile<REGISTERS>& tile, float* result) const {
     const int64_t pitch = options.pitch;
     float* queries = scratch<float>(WORKSPACE, SIZE * (pitch + SPLIT_KEYS));
     widen_queries(call, call.q, span.batch, tile.block, pitch, queries);
@@ -487,7 +487,7 @@ template <int REGISTERS> struct Split {
     for (int64_t i = 0; i < size; i += WIDTH) store(result + i, splat(i < SIZE ? -INFINITY : 0.f));
     if (tile.next < tile.end)
       decode_attention(call, span, keys, kv_head, tile.next, tile.end - tile.next, queries, tile.block.count, pitch,
-                 weight_factor(call, options), queries + SIZE * pitch, result, result + SIZE, result + 2 * SIZE);
+                       weight_factor(call, options), queries + SIZE * pitch, result, result + SIZE, result + 2 * SIZE);
   }
 
   void piece(const AttentionCall& call, const Options& options, int64_t owner, int64_t index, float* result) const {

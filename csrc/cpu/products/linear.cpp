@@ -17,10 +17,10 @@ constexpr int64_t ROWS_OF_BLOCK = 48;  // rows of the left operand that are mult
 // K = 1024.
 // A panel of so many steps stays in the first-level cache, or, where registers are wide enough, in the second.
 constexpr int64_t LONGEST_SUM = FUSES ? 256 : 32;
-constexpr int64_t DEPTH_STEPS = 96;    // steps of x and dz whose products one tile of a weight gradient adds up
+constexpr int64_t DEPTH_STEPS = 96;  // steps of x and dz whose products one tile of a weight gradient adds up
 constexpr int64_t PAIRED_COLUMNS = 32;  // a multiple of which is packed of the left operand of a weight gradient
 constexpr int LINES_AHEAD = 4;  // of each operand of a weight gradient, fetched each 16 steps
-constexpr int64_t FEWEST_OWN = 24;     // rows of dweight that are worth packing x for
+constexpr int64_t FEWEST_OWN = 24;  // rows of dweight that are worth packing x for
 
 // What the micro-kernel reads and writes for a T: bfloat16 only where it multiplies that.
 #if defined(__AVX512BF16__)

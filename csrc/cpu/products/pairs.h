@@ -137,8 +137,8 @@ inline void pair_product(const Bfloat16* a, int64_t a_row, const float* b, int64
 // Two rows of floats as words, each of which holds the rounded elements of one column.
 TK_INLINE Floats rounded_pairs(Floats even, Floats odd) {
   const __m512i both = bits_of<__m512i>(_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even));
-  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
-                                         21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
+                                         5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   return (Floats)_mm512_permutexvar_epi16(order, both);
 }
 
@@ -165,8 +165,8 @@ TK_INLINE void clear_rows(int64_t from, int64_t to, int64_t depth, Bfloat16* row
 
 // 32 elements of two rows -> two registers of pairs: the first 16 columns, and the other 16.
 TK_INLINE void interleave(__m512i even, __m512i odd, Floats& first, Floats& second) {
-  const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6,
-                                       37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+  const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
+                                       5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
   first = (Floats)_mm512_permutex2var_epi16(even, low, odd);
   second = (Floats)_mm512_permutex2var_epi16(even, _mm512_add_epi16(low, _mm512_set1_epi16(16)), odd);
 }

@@ -23,7 +23,7 @@ struct Fetches {
   const char* rows[ROWS];
   int64_t next = 0, count = 0;
   const int64_t bytes;  // of each row
-  const bool at_once;   // where products are too short to hide anything
+  const bool at_once;  // where products are too short to hide anything
   Fetches(int64_t bytes_of_a_row, bool now) : bytes(bytes_of_a_row), at_once(now) {}
   TK_INLINE void fetch(const char* row) const {
     for (int64_t at = 0; at < bytes; at += LINE) __builtin_prefetch(row + at, 0, 2);  // the first level has no room

@@ -49,7 +49,7 @@ TK_INLINE void transpose_eight(const Bfloat16* from, int64_t pitch, Bfloat16* to
   for (int i = 0; i < 4; ++i) {  // r[4 g + j]: columns 2 j and 2 j + 1 of rows 4 g ... 4 g + 3
     const int from_row = i / 2 * 4 + i % 2;
     r[2 * i] = _mm512_unpacklo_epi32(s[from_row], s[from_row + 2]),
-    r[2 * i + 1] = _mm512_unpackhi_epi32(s[from_row], s[from_row + 2]);
+          r[2 * i + 1] = _mm512_unpackhi_epi32(s[from_row], s[from_row + 2]);
   }
 #pragma GCC unroll 4
   for (int j = 0; j < 4; ++j) {

@@ -18,9 +18,9 @@ struct Softmax {
 template <class T, class Keep>
 TK_INLINE Softmax row_softmax(const T* x, int64_t classes, int64_t below, Keep, float* kept, T* out) {
   Floats top[4] = {splat(-INFINITY), splat(-INFINITY), splat(-INFINITY), splat(-INFINITY)};
-  over_columns(classes, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
-    top[u] = maximum(load(x + j, lanes, -INFINITY), top[u]);
-  });
+  over_columns(classes,
+               [&](int64_t j, auto lanes, int u)
+                   TK_LAMBDA { top[u] = maximum(load(x + j, lanes, -INFINITY), top[u]); });
   const float limit = largest(top);
   const float total = sum_over_columns(classes, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
     fetch_below(x + j, below, u);
@@ -93,9 +93,10 @@ TK_INLINE Terms terms(const T* x, int64_t target, float smoothing, const Options
   const float cap = options.cap, inverse = 1.f / cap;
   if (cap == 0.f)
     over_columns(classes, [&](int64_t j, auto lanes, int) TK_LAMBDA { store(scores + j, load(x + j, lanes), lanes); });
-  else over_columns(classes, [&](int64_t j, auto lanes, int) TK_LAMBDA {
-    store(scores + j, hyperbolic_tangent(load(x + j, lanes) * inverse) * cap, lanes);
-  });
+  else
+    over_columns(classes, [&](int64_t j, auto lanes, int) TK_LAMBDA {
+      store(scores + j, hyperbolic_tangent(load(x + j, lanes) * inverse) * cap, lanes);
+    });
   const float own = (1.f - smoothing) * options.weight(target);
   return {scores, own, smoothing / static_cast<float>(classes), own + smoothing * options.weight(classes)};
 }
@@ -161,8 +162,8 @@ void cross_entropy_forward(const CrossEntropyForward& call) {
     const int64_t apart = in_place ? stride : classes;
     // one(row of the batch, logits, class, where the gradient goes),
     // and then finish(row, class, softmax, log of its sum, where).
-    const auto over_rows = [&](int64_t begin, int64_t end, int64_t batch, const auto& one,
-                               const auto& finish) TK_LAMBDA {
+    const auto over_rows = [&](int64_t begin, int64_t end, int64_t batch, const auto& one, const auto& finish)
+                               TK_LAMBDA {
       Softmax softmax[BATCH];
       float log_totals[BATCH];
       for (int64_t first = begin; first < end; first += batch) {
@@ -186,30 +187,27 @@ void cross_entropy_forward(const CrossEntropyForward& call) {
       if (!options.any()) {
         Distances distances[BATCH];
         return over_rows(begin, end, classes <= NARROW ? BATCH : 1,
-            [&](int64_t k, const T* x, int64_t target, T* out) TK_LAMBDA {
-              const Softmax s = dlogits ? row_softmax(x, classes, stride, Flag<true>{}, scratch_row, out)
-                                        : row_softmax(x, classes, stride, Flag<false>{}, scratch_row, out);
-              distances[k] = row_distances(x, target, s.top, smoothing, classes);
-              if (dlogits)
-                row_gradient(distances[k].own, target, s.top, 1.f / s.total, factor, smoothing, classes, out,
-                             [&](int64_t j, auto lanes, int) TK_LAMBDA { return load(scratch_row + j, lanes); });
-              return s;
-            },
-            [&](int64_t k, int64_t, const Softmax& s, float log_total, T*) TK_LAMBDA {
-              return row_loss(s, distances[k], log_total, smoothing);
-            });
+                         [&](int64_t k, const T* x, int64_t target, T* out) TK_LAMBDA {
+          const Softmax s = dlogits ? row_softmax(x, classes, stride, Flag<true>{}, scratch_row, out)
+                                    : row_softmax(x, classes, stride, Flag<false>{}, scratch_row, out);
+          distances[k] = row_distances(x, target, s.top, smoothing, classes);
+          if (dlogits)
+            row_gradient(distances[k].own, target, s.top, 1.f / s.total, factor, smoothing, classes, out,
+                         [&](int64_t j, auto lanes, int) TK_LAMBDA { return load(scratch_row + j, lanes); });
+          return s;
+        }, [&](int64_t k, int64_t, const Softmax& s, float log_total, T*) TK_LAMBDA {
+          return row_loss(s, distances[k], log_total, smoothing);
+        });
       }
       Terms row{};
-      over_rows(begin, end, 1,
-          [&](int64_t, const T* x, int64_t target, T*) TK_LAMBDA {
-            row = terms(x, target, smoothing, options, classes, scratch_row);
-            return row_softmax(row.scores, classes, 0, Flag<false>{}, scratch_row, scratch_row);
-          },
-          [&](int64_t, int64_t target, const Softmax& s, float log_total, T* out) TK_LAMBDA {
-            const float loss = loss_with_options(row, target, s, log_total, options, classes);
-            if (dlogits) gradient_with_options(row, target, s.top, 1.f / s.total, factor, options, classes, out);
-            return loss;
-          });
+      over_rows(begin, end, 1, [&](int64_t, const T* x, int64_t target, T*) TK_LAMBDA {
+        row = terms(x, target, smoothing, options, classes, scratch_row);
+        return row_softmax(row.scores, classes, 0, Flag<false>{}, scratch_row, scratch_row);
+      }, [&](int64_t, int64_t target, const Softmax& s, float log_total, T* out) TK_LAMBDA {
+        const float loss = loss_with_options(row, target, s, log_total, options, classes);
+        if (dlogits) gradient_with_options(row, target, s.top, 1.f / s.total, factor, options, classes, out);
+        return loss;
+      });
     });
   });
 }
@@ -241,9 +239,9 @@ void cross_entropy_backward(const CrossEntropyBackward& call) {
         return over_rows(begin, end, [&](int64_t i, const T* x, int64_t target, float factor, T* out) TK_LAMBDA {
           row_gradient(element(x[target]), target, top[i], inverse[i], factor, smoothing, classes, out,
                        [&](int64_t j, auto lanes, int u) TK_LAMBDA {
-                         fetch_ahead(x + j, u), fetch_ahead_to_write(out + j, u);
-                         return exponential(load(x + j, lanes) - top[i]);
-                       });
+            fetch_ahead(x + j, u), fetch_ahead_to_write(out + j, u);
+            return exponential(load(x + j, lanes) - top[i]);
+          });
         });
       float* scores = scratch<float>(ROW_SLOT, classes);
       over_rows(begin, end, [&](int64_t i, const T* x, int64_t target, float factor, T* out) TK_LAMBDA {
@@ -260,9 +258,7 @@ void cross_entropy_scale(int64_t dtype, Address dloss, Address dlogits, int64_t 
   if (factor == 1.f) return;
   by_dtype(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    parallel_for(count, 1, [&](int64_t begin, int64_t end) {
-      scale(at<T>(dlogits) + begin, end - begin, factor);
-    });
+    parallel_for(count, 1, [&](int64_t begin, int64_t end) { scale(at<T>(dlogits) + begin, end - begin, factor); });
   });
 }
 

@@ -27,8 +27,14 @@ template <class T> struct Tables {
 };
 
 template <class T, class Call> TK_INLINE Tables<T> tables_of(const Call& call) {
-  return {at<const T>(call.weight), at<const T>(call.positions), at<const int64_t>(call.tokens),
-          at<const int64_t>(call.position_ids), call.length, call.columns, call.vocabulary, call.position_count,
+  return {at<const T>(call.weight),
+          at<const T>(call.positions),
+          at<const int64_t>(call.tokens),
+          at<const int64_t>(call.position_ids),
+          call.length,
+          call.columns,
+          call.vocabulary,
+          call.position_count,
           static_cast<float>(call.scale)};
 }
 
@@ -62,10 +68,10 @@ void embedding_forward(const EmbeddingForward& call) {
         T* to = result + i * columns;
         const float total = gather_row(tables, i, row);
         if (!w) {
-          over_dropped_columns(dropout, static_cast<uint32_t>(i), columns,
-                               [&](int64_t j, auto lanes, int, auto drop) TK_LAMBDA {
-            store(to + j, drop(load(row + j, lanes)), lanes);
-          });
+          over_dropped_columns(
+              dropout, static_cast<uint32_t>(i), columns,
+              [&](int64_t j, auto lanes, int, auto drop)
+                  TK_LAMBDA { store(to + j, drop(load(row + j, lanes)), lanes); });
           continue;
         }
         const Moments m = moments<true>(row, total, columns, eps);
@@ -96,8 +102,8 @@ void embedding_backward(const EmbeddingBackward& call) {
           });
       });
     const Tables<T> tables = tables_of<T>(call);
-    const float* sums = sums_over_rows(rows, 2 * columns, (call.seed ? 10 : 5) * columns,
-                                       [&](float* own, int64_t begin, int64_t end) {
+    const float* sums =
+        sums_over_rows(rows, 2 * columns, (call.seed ? 10 : 5) * columns, [&](float* own, int64_t begin, int64_t end) {
       float *row = scratch<float>(ROW_SLOT, 2 * columns), *came = row + columns;
       for (int64_t i = begin; i < end; ++i) {
         gather_row(tables, i, row);

@@ -96,8 +96,7 @@ template <class T> TK_INLINE Seen seen_in(const T* row, int64_t keys, T magnitud
   Seen seen{0, keys, 0, first_hidden ? row[0] : last_hidden ? row[keys - 1] : T{0}};
   if (first_hidden) seen.first = leading(row, keys, Pattern<T>{static_cast<T>(~T{0}), static_cast<T>(seen.hidden)});
   if (seen.first == keys) return {0, 0, 0, seen.hidden};
-  if (last_hidden)
-    seen.end -= trailing(row, keys, Pattern<T>{static_cast<T>(~T{0}), static_cast<T>(seen.hidden)});
+  if (last_hidden) seen.end -= trailing(row, keys, Pattern<T>{static_cast<T>(~T{0}), static_cast<T>(seen.hidden)});
   const int64_t count = seen.end - seen.first;
   if (count <= 0 || !shows.matches(row[seen.first]) || !shows.matches(row[seen.end - 1])) return other;
   seen.count = matching(row + seen.first, count, shows);
@@ -135,7 +134,7 @@ template <class T> void mark_columns(const Mask<T>& mask, int64_t batch, uint8_t
       typedef uint8_t Octets __attribute__((vector_size(LANES), aligned(1), may_alias));
       typedef T Elements __attribute__((vector_size(LANES * sizeof(T)), aligned(1), may_alias));
       const auto zero = (*reinterpret_cast<const Elements*>(row + key) & mask.magnitude) == T{0};
-      const Octets shown = (Octets)__builtin_convertvector(sizeof(T) == 1 ? ~zero : zero, Octets);
+      const Octets shown = (Octets) __builtin_convertvector(sizeof(T) == 1 ? ~zero : zero, Octets);
       *reinterpret_cast<Octets*>(columns + key) |= shown & 1;
     }
     for (; key < mask.keys; ++key) columns[key] |= ((row[key] & mask.magnitude) == 0) != (sizeof(T) == 1);
@@ -154,7 +153,9 @@ Found compare_rows(const int32_t* ranges, const int32_t* counts, int64_t heads, 
   const auto columns_before = [&](int64_t key) { return rank ? rank[key] : key; };
   for (int64_t i = 0; i < heads * queries; ++i) {
     const int64_t first = ranges[2 * i], end = ranges[2 * i + 1], position = i % queries + 1 + keys - queries,
-                  own_end = position < 0 ? 0 : position < keys ? position : keys;
+                  own_end = position < 0      ? 0
+                            : position < keys ? position
+                                              : keys;
     found.exact &= counts[i] == columns_before(end) - columns_before(first);
     found.whole &= counts[i] == columns_before(keys);
     found.causal &= counts[i] == columns_before(own_end) && (end <= own_end || counts[i] == 0);
@@ -218,8 +219,8 @@ void mask_ranges(int64_t size, Address data, int64_t batches, int64_t heads, int
   const auto run = [&](auto element) {
     using T = decltype(element);
     const T magnitude = static_cast<T>(~T{0}) >> (sizeof(T) > 1);
-    const Mask<T> mask{at<const T>(data), batches, heads, queries, keys, batch_stride, head_stride, row_stride,
-                       magnitude};
+    const Mask<T> mask{at<const T>(data), batches,     heads,      queries,  keys,
+                       batch_stride,      head_stride, row_stride, magnitude};
     find(mask, at<int32_t>(ranges), at<uint8_t>(columns), counts, hidden, *at<Summary>(found));
   };
   if (size == 1) return run(uint8_t{});

@@ -114,12 +114,19 @@ void norm_backward(const NormBackward& call) {
     constexpr int R = WIDTH == 16 ? 4 : 2;  // whose sums stay in registers
     const int64_t width = CENTRED ? 2 * columns : columns;
     T *dropped = result_at<T>(call.dx, rows * columns), *result = result_at<T>(call.dresidual, rows * columns);
-    const Gradients<T> all{at<const T>(call.dy), at<const T>(call.dsummed), at<const T>(call.x),
-                           at<const float>(call.weight), at<const float>(call.mean), at<const float>(call.rstd),
-                           dropped, result, make_dropout(at<const int64_t>(call.seed), call.dropout_p), columns,
+    const Gradients<T> all{at<const T>(call.dy),
+                           at<const T>(call.dsummed),
+                           at<const T>(call.x),
+                           at<const float>(call.weight),
+                           at<const float>(call.mean),
+                           at<const float>(call.rstd),
+                           dropped,
+                           result,
+                           make_dropout(at<const int64_t>(call.seed), call.dropout_p),
+                           columns,
                            goes_past_caches(rows, columns, result, dropped)};
-    const float* sums = sums_over_rows(rows, width, (call.seed ? 10 : 5) * columns,
-                                       [&](float* own, int64_t begin, int64_t end) {
+    const float* sums =
+        sums_over_rows(rows, width, (call.seed ? 10 : 5) * columns, [&](float* own, int64_t begin, int64_t end) {
       int64_t i = begin;
       for (; columns <= NEAR_COLUMNS && i + R <= end; i += R) gradients_of<CENTRED, R>(all, i, own, own + columns);
       for (; i < end; ++i) gradients_of<CENTRED, 1>(all, i, own, own + columns);

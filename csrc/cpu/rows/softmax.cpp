@@ -41,8 +41,8 @@ TK_INLINE void softmax_row(const T* x, const uint8_t* mask, int64_t step, bool s
     total[u] += lanes.count == WIDTH ? e : load(kept + j, lanes);
   });
   const float all = sum(total), factor = safe && all == 0.f ? 0.f : 1.f / all;
-  over_columns(seen,
-               [&](int64_t j, auto lanes, int) TK_LAMBDA { store(y + j, load(kept + j, lanes) * factor, lanes); });
+  over_columns(seen, [&](int64_t j, auto lanes, int)
+                         TK_LAMBDA { store(y + j, load(kept + j, lanes) * factor, lanes); });
   memset(y + seen, 0, static_cast<size_t>(columns - seen) * sizeof(T));
 }
 

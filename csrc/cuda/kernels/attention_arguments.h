@@ -20,7 +20,7 @@ struct Bias {
 
 struct BiasGradient {
   void* data;                         // contiguous, of the bias's own type
-  int batches, heads, rows, columns;  // its shape: each that of the scores, or 1
+  int batches, heads, rows, columns;  // its shape: the sizes of the scores, or 1
 };
 
 // Rotary positions, by which queries and keys are rotated in shared memory after they were read.
@@ -51,7 +51,12 @@ struct Arguments {
   int sequences;  // packed ones
   int left, right;  // how many keys before and after its own position a query sees; causal: right = 0
   bool vectorized;         // rows of query, key, value and dout lie on 16 bytes
-  bool vectorized_output;  // and so do those of what is written
+  bool vectorized_output;  // rows of out, dq, dk and dv lie on 16 bytes
+
+  // Whether anything but a positive scale happens to products or weights.
+  bool has_extras() const { return bias.data || dropout.seed || scale <= 0.f || softcap > 0.f; }
+  // Whether scores depend on memory besides queries and keys.
+  bool reads_scores() const { return bias.data; }
 };
 
 }  // namespace transformer_kernels::attention

@@ -4,7 +4,7 @@
 // for the gradient of the bias.
 #pragma once
 #include "attention_launch.h"
-#include "attention_tiles.cuh"
+#include "attention_scores.cuh"
 
 namespace transformer_kernels::attention {
 
@@ -43,14 +43,6 @@ __global__ void __launch_bounds__(128) attention_delta_kernel(const Arguments ar
   sum = warp_sum(sum);
   if (threadIdx.x % WARP_SIZE != 0) return;
   arguments.delta[row] = dlse ? sum - dlse[row] : sum;
-}
-
-// exp(score - largest - log_sum). `score` is q k, or with SCALED scale * q k + bias; then a bias of -inf may have
-// masked every key of a row (`largest` is -inf). Without a bias only masks hide keys, by selection.
-template <class T, bool SCALED> TK_DEVICE float probability(float score, float largest, float log_sum, float factor) {
-  if (!SCALED) return exponential<T>(fmaf(score, factor, -(largest + log_sum) * UNIT<T>));
-  const float base = largest == -INFINITY ? INFINITY : largest;  // exp(-inf) is 0
-  return exponential<T>(fmaf(score - base, factor, -log_sum * factor));
 }
 
 // One block owns OWNED queries of one head and loops over the keys, as forward does, for dQ = scale * dS K.
@@ -93,15 +85,15 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
   };
   load_tile<QUERIES, THREADS>(queries, rows_of<T>(arguments.query, batch, head), arguments.query.row, block_query,
                               arguments.query_length, ~0ull, arguments);
-  load_tile<QUERIES, THREADS>(douts, rows_of<T>(arguments.dout, batch, head), arguments.dout.row,
-                              block_query, arguments.query_length, ~0ull, arguments);
+  load_tile<QUERIES, THREADS>(douts, rows_of<T>(arguments.dout, batch, head), arguments.dout.row, block_query,
+                              arguments.query_length, ~0ull, arguments);
   copy_async_commit();
   if (tile < tiles.end) load_keys_and_values(tile, 0, bits);
   copy_async_commit();
   if (arguments.angles.cos) {
     copy_async_wait<1>();
     rotate_tile<QUERIES, THREADS>(queries, block_query, arguments.query_length, ~0ull, angles_of(arguments, batch), 1.f,
-                                threadIdx.x);
+                                  threadIdx.x);
   }
 
   const int64_t statistics = (static_cast<int64_t>(batch) * arguments.query_heads + head) * arguments.query_length;
@@ -118,7 +110,7 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
 
   float dq[HEAD_DIM / 8][4] = {};
   Poison poison;
-  const float factor = EXTRAS ? UNIT<T> : arguments.scale * UNIT<T>;
+  const float factor = exponential_factor<T, EXTRAS>(arguments);
   for (int stage = 0; tile < tiles.end; stage ^= 1) {
     const Tile<T, HEAD_DIM> k{key_stages + stage * KEYS * HEAD_DIM}, v{value_stages + stage * KEYS * HEAD_DIM};
     const int first_key = tile * KEYS;
@@ -132,28 +124,24 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
     __syncthreads();
 
     const bool edge = !is_inside<KEYS>(first_key, common);
-    if (edge && arguments.cu_seqlens) {
+    if (edge && is_packed(arguments)) {
       quarantine<KEYS, THREADS>(k, [=](int row, bool found) { tainted[row] = found; });
       poison.note(keys, first_key, KEYS, [=](int row) { return tainted[row] != 0; });
     }
     float scores[KEYS / 8][4] = {}, gradients[KEYS / 8][4] = {};
-    multiply_transposed<KEYS>(scores, queries, warp_row, k);       // [16, KEYS]
+    multiply_transposed<KEYS>(scores, queries, warp_row, k);  // [16, KEYS]
     multiply_transposed<KEYS>(gradients, douts, warp_row, v);  // [16, KEYS]: dP
-    uint32_t kept = ~0u;
-    if (EXTRAS && arguments.dropout.seed)
-      kept = kept_query_rows<KEYS>(arguments, batch * arguments.query_heads + head, warp_query, first_key);
+    const uint32_t kept =
+        kept_weights<EXTRAS, Fragment::QUERY_ROWS, KEYS>(arguments, batch, head, warp_query, first_key);
 #pragma unroll
     for (int n = 0; n < KEYS / 8; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        if (EXTRAS) gradients[n][e] = kept >> (4 * n + e) & 1 ? gradients[n][e] * arguments.dropout.keep_scale : 0.f;
+        if (EXTRAS) gradients[n][e] = dropped_gradient(gradients[n][e], kept, 4 * n + e, arguments);
         gradients[n][e] -= delta[e / 2];
       }
-    if constexpr (EXTRAS) {
-      scale_scores(scores, arguments.scale);
-      if (arguments.softcap > 0.f) cap_scores<T>(scores, arguments.softcap, gradients);
-      if (arguments.bias.data) add_bias<T>(scores, arguments, batch, head, warp_query, first_key);
-    }
+    if constexpr (EXTRAS)
+      score_gradients<T, Fragment::QUERY_ROWS>(scores, gradients, arguments, batch, head, warp_query, first_key);
 #pragma unroll
     for (int n = 0; n < KEYS / 8; ++n)
 #pragma unroll
@@ -162,8 +150,7 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
       }
     if (edge || bits != ALL_KEYS<KEYS>) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half)
-        hide<KEYS>(gradients, half, bits & bits_of(keys[half], first_key), 0.f);
+      for (int half = 0; half < 2; ++half) hide<KEYS>(gradients, half, bits & bits_of(keys[half], first_key), 0.f);
     }
     multiply<KEYS, HEAD_DIM>(dq, gradients, k, 0);  // [16, HEAD_DIM]
     __syncthreads();
@@ -173,9 +160,8 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
   copy_async_wait<0>();
   __syncthreads();
   const float factors[2] = {arguments.scale + poison.found[0], arguments.scale + poison.found[1]};
-  store_fragment<HEAD_DIM>(dq, factors, queries, warp_row, rows_of<T>(arguments.dq, batch, head),
-                           arguments.dq.row, warp_query, arguments.query_length, 0, arguments,
-                           angles_of(arguments, batch));
+  store_fragment<HEAD_DIM>(dq, factors, queries, warp_row, rows_of<T>(arguments.dq, batch, head), arguments.dq.row,
+                           warp_query, arguments.query_length, 0, arguments, angles_of(arguments, batch));
 }
 
 // One block owns OWNED keys of one key head (and COLUMNS columns of their gradients) and loops over the queries of
@@ -227,8 +213,8 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
     const Tile<T, HEAD_DIM> dout{dout_stages + step % 2 * QUERIES * HEAD_DIM};
     load_tile<QUERIES, THREADS>(q, rows_of<T>(arguments.query, batch, head), arguments.query.row, first_query,
                                 visited.last + 1, ~0ull, arguments);
-    load_tile<QUERIES, THREADS>(dout, rows_of<T>(arguments.dout, batch, head), arguments.dout.row,
-                                first_query, visited.last + 1, ~0ull, arguments);
+    load_tile<QUERIES, THREADS>(dout, rows_of<T>(arguments.dout, batch, head), arguments.dout.row, first_query,
+                                visited.last + 1, ~0ull, arguments);
     const int64_t statistics = (static_cast<int64_t>(batch) * arguments.query_heads + head) * arguments.query_length;
     const float* largest = EXTRAS ? statistics_of(arguments, batch, head) : arguments.lse + statistics;
     for (int row = threadIdx.x; row < QUERIES; row += THREADS) {
@@ -251,12 +237,12 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
   if (arguments.angles.cos) {
     copy_async_wait<1>();
     rotate_tile<KEYS, THREADS>(keys, block_key, arguments.key_length, bits, angles_of(arguments, batch), 1.f,
-                             threadIdx.x);
+                               threadIdx.x);
   }
 
   float dk[COLUMNS / 8][4] = {}, dv[COLUMNS / 8][4] = {};
   Poison poison;
-  const float factor = EXTRAS ? UNIT<T> : arguments.scale * UNIT<T>;
+  const float factor = exponential_factor<T, EXTRAS>(arguments);
   for (int step = 0; step < steps; ++step) {
     const int head = key_head * group + step / tiles, first_query = (range.first + step % tiles) * QUERIES;
     const Tile<T, HEAD_DIM> q{query_stages + step % 2 * QUERIES * HEAD_DIM};
@@ -269,10 +255,10 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
     copy_async_wait<1>();
     if (arguments.angles.cos)
       rotate_tile<QUERIES, THREADS>(q, first_query, visited.last + 1, ~0ull, angles_of(arguments, batch), 1.f,
-                                  threadIdx.x);
+                                    threadIdx.x);
     __syncthreads();
 
-    if (arguments.cu_seqlens && !is_inside<QUERIES>(first_query, block_common)) {
+    if (is_packed(arguments) && !is_inside<QUERIES>(first_query, block_common)) {
       const auto note = [=](int row, bool found) {
         if (found) largest[row] = NAN;  // as the weights of a non-finite query
       };
@@ -282,25 +268,21 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
     }
     const bool edge = warp_has_hidden || !is_inside<QUERIES>(first_query, common);
     float scores[QUERIES / 8][4] = {}, gradients[QUERIES / 8][4] = {};
-    multiply_transposed<QUERIES>(scores, keys, warp_row, q);              // [16 keys, QUERIES]
+    multiply_transposed<QUERIES>(scores, keys, warp_row, q);  // [16 keys, QUERIES]
     multiply_transposed<QUERIES>(gradients, values, warp_row, dout);  // [16 keys, QUERIES]: dP^T
-    uint32_t kept = ~0u;
-    if (EXTRAS && arguments.dropout.seed)
-      kept = kept_key_rows<QUERIES>(arguments, batch * arguments.query_heads + head, first_query, warp_key);
+    const uint32_t kept =
+        kept_weights<EXTRAS, Fragment::KEY_ROWS, QUERIES>(arguments, batch, head, first_query, warp_key);
 #pragma unroll
     for (int n = 0; n < QUERIES / 8; ++n) {
       const Vector<float, 2> row_delta = load_vector<2>(delta + 8 * n + 2 * t);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        if (EXTRAS) gradients[n][e] = kept >> (4 * n + e) & 1 ? gradients[n][e] * arguments.dropout.keep_scale : 0.f;
+        if (EXTRAS) gradients[n][e] = dropped_gradient(gradients[n][e], kept, 4 * n + e, arguments);
         gradients[n][e] -= row_delta[e % 2];
       }
     }
-    if constexpr (EXTRAS) {
-      scale_scores(scores, arguments.scale);
-      if (arguments.softcap > 0.f) cap_scores<T>(scores, arguments.softcap, gradients);
-      if (arguments.bias.data) add_bias_transposed<T>(scores, arguments, batch, head, first_query, warp_key);
-    }
+    if constexpr (EXTRAS)
+      score_gradients<T, Fragment::KEY_ROWS>(scores, gradients, arguments, batch, head, first_query, warp_key);
 #pragma unroll
     for (int n = 0; n < QUERIES / 8; ++n) {
       const Vector<float, 2> row_largest = load_vector<2>(largest + 8 * n + 2 * t);
@@ -322,7 +304,7 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
       }
     }
     multiply<QUERIES, COLUMNS>(dv, scores, dout, first_column);  // [16 keys, COLUMNS]
-    multiply<QUERIES, COLUMNS>(dk, gradients, q, first_column);        // [16 keys, COLUMNS]
+    multiply<QUERIES, COLUMNS>(dk, gradients, q, first_column);  // [16 keys, COLUMNS]
     __syncthreads();
   }
   copy_async_wait<0>();
@@ -330,11 +312,10 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
   const float seen[2] = {poison.found[0], poison.found[1]};
   const float value_factors[2] = {arguments.dropout.keep_scale + seen[0], arguments.dropout.keep_scale + seen[1]};
   const float key_factors[2] = {arguments.scale + seen[0], arguments.scale + seen[1]};
-  store_fragment<COLUMNS>(dv, value_factors, values, warp_row,
-                          rows_of<T>(arguments.dv, batch, key_head), arguments.dv.row, warp_key,
-                          arguments.key_length, first_column, arguments);
-  store_fragment<COLUMNS>(dk, key_factors, keys, warp_row, rows_of<T>(arguments.dk, batch, key_head),
-                          arguments.dk.row, warp_key, arguments.key_length, first_column, arguments,
+  store_fragment<COLUMNS>(dv, value_factors, values, warp_row, rows_of<T>(arguments.dv, batch, key_head),
+                          arguments.dv.row, warp_key, arguments.key_length, first_column, arguments);
+  store_fragment<COLUMNS>(dk, key_factors, keys, warp_row, rows_of<T>(arguments.dk, batch, key_head), arguments.dk.row,
+                          warp_key, arguments.key_length, first_column, arguments,
                           PARTS == 1 ? angles_of(arguments, batch) : Angles{});  // a part has one column of a pair
 }
 
@@ -385,8 +366,8 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
     const int key_head = head / (arguments.query_heads / arguments.key_heads);
     load_tile<QUERIES, THREADS>(queries, rows_of<T>(arguments.query, batch, head), arguments.query.row, block_query,
                                 arguments.query_length, ~0ull, arguments);
-    load_tile<QUERIES, THREADS>(douts, rows_of<T>(arguments.dout, batch, head), arguments.dout.row,
-                                block_query, arguments.query_length, ~0ull, arguments);
+    load_tile<QUERIES, THREADS>(douts, rows_of<T>(arguments.dout, batch, head), arguments.dout.row, block_query,
+                                arguments.query_length, ~0ull, arguments);
     load_tile<KEYS, THREADS>(k, rows_of<T>(arguments.key, batch, key_head), arguments.key.row, first_key,
                              arguments.key_length, bits, arguments);
     load_tile<KEYS, THREADS>(v, rows_of<T>(arguments.value, batch, key_head), arguments.value.row, first_key,
@@ -396,15 +377,10 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
     __syncthreads();
 
     float scores[KEYS / 8][4] = {}, gradients[KEYS / 8][4] = {};
-    multiply_transposed<KEYS>(scores, queries, warp_row, k);       // [16, KEYS]
+    multiply_transposed<KEYS>(scores, queries, warp_row, k);  // [16, KEYS]
     multiply_transposed<KEYS>(gradients, douts, warp_row, v);  // [16, KEYS]: dP
-    scale_scores(scores, arguments.scale);
-    if (arguments.softcap > 0.f) cap_scores<T>(scores, arguments.softcap);
-    add_bias<T>(scores, arguments, batch, head, warp_query, first_key);
-    const uint32_t kept =
-        arguments.dropout.seed
-            ? kept_query_rows<KEYS>(arguments, batch * arguments.query_heads + head, warp_query, first_key)
-            : ~0u;
+    score_products<T>(scores, arguments, batch, head, warp_query, first_key);
+    const uint32_t kept = kept_weights<true, Fragment::QUERY_ROWS, KEYS>(arguments, batch, head, warp_query, first_key);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int query = warp_query + g + 8 * half;
@@ -418,7 +394,7 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
       for (int n = 0; n < KEYS / 8; ++n)
 #pragma unroll
         for (int e = 2 * half; e < 2 * half + 2; ++e) {
-          const float grad_p = kept >> (4 * n + e) & 1 ? gradients[n][e] * arguments.dropout.keep_scale : 0.f;
+          const float grad_p = dropped_gradient(gradients[n][e], kept, 4 * n + e, arguments);
           gradients[n][e] = probability<T, true>(scores[n][e], largest, log_sum, UNIT<T>) * (grad_p - delta);
         }
       if (edge) hide<KEYS>(gradients, half, bits & bits_of(seen, first_key), 0.f);

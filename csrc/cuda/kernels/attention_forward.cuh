@@ -2,7 +2,7 @@
 // 1). Matrix products by mma.sync for fp16 and bf16, by FMA for fp32; statistics in fp32.
 #pragma once
 #include "attention_launch.h"
-#include "attention_tiles.cuh"
+#include "attention_scores.cuh"
 
 namespace transformer_kernels::attention {
 
@@ -18,7 +18,9 @@ template <class T, int HEAD_DIM, int SLABS> struct ForwardShape {
 
 // Blocks per multiprocessor that fit the registers: more would spill, and without a bound the compiler permits fewer.
 template <int HEAD_DIM, int SLABS>
-constexpr int FORWARD_BLOCKS = HEAD_DIM > 128 ? 1 : HEAD_DIM * SLABS > 64 ? 2 : 3;
+constexpr int FORWARD_BLOCKS = HEAD_DIM > 128          ? 1
+                               : HEAD_DIM * SLABS > 64 ? 2
+                                                       : 3;
 
 // A fragment's running maximum and sum of exponentials per row; this lane's rows are g and g + 8.
 struct OnlineSoftmax {
@@ -73,16 +75,12 @@ template <class T, int HEAD_DIM, bool SCALED, int SLABS = 1> struct AttendedRows
     multiply_transposed<KEYS>(scores, queries, tile_row, k);  // [16, KEYS] each
 #pragma unroll
     for (int slab = 0; slab < SLABS; ++slab) {
-      if constexpr (SCALED) {
-        scale_and_cap(scores[slab]);
-        if (arguments.bias.data)
-          add_bias<T>(scores[slab], arguments, batch, head, first_query + 16 * slab, first_key);
-      }
+      if constexpr (SCALED) score_products<T>(scores[slab], arguments, batch, head, first_query + 16 * slab, first_key);
       if (edge || bits != ALL_KEYS<KEYS>) hide_keys<KEYS>(scores[slab], 0, first_key, bits, slab);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float factor = SCALED ? UNIT<T> : arguments.scale * UNIT<T>;
-        const float shrink = softmax[slab].template update<T, SCALED>(scores[slab], half, factor);
+        const float shrink =
+            softmax[slab].template update<T, SCALED>(scores[slab], half, exponential_factor<T, SCALED>(arguments));
 #pragma unroll
         for (int n = 0; n < HEAD_DIM / 8; ++n) {
           out[slab][n][2 * half] *= shrink;
@@ -94,30 +92,10 @@ template <class T, int HEAD_DIM, bool SCALED, int SLABS = 1> struct AttendedRows
     multiply<KEYS, HEAD_DIM>(out, scores, v, 0);  // [16, HEAD_DIM] each
   }
 
-  template <int TILES> TK_DEVICE void scale_and_cap(float (&scores)[TILES][4]) {
-    scale_scores(scores, arguments.scale);
-    if (arguments.softcap > 0.f) cap_scores<T>(scores, arguments.softcap);
-  }
-
-  // Applies dropout to the weights of KEYS keys starting at first_key. `round_keys` returns the PhiloxKeys of the seed.
+  // Applies dropout to the weights of KEYS keys. `round_keys` returns the PhiloxKeys of the seed.
   template <int KEYS, class F>
   TK_DEVICE void drop(float (&scores)[KEYS / 8][4], int first_key, int slab, F round_keys) {
-    if (!arguments.dropout.seed) return;
-    constexpr int TOGETHER = KEYS < 64 ? KEYS : 64;
-    const PhiloxKeys keys_of_rounds = round_keys();
-#pragma unroll
-    for (int part = 0; part < KEYS; part += TOGETHER) {
-      const uint32_t kept = kept_query_rows<TOGETHER>(arguments.dropout, keys_of_rounds,
-                                                      batch * arguments.query_heads + head, first_query + 16 * slab,
-                                                      first_key + part);
-#pragma unroll
-      for (int n = 0; n < TOGETHER / 8; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          float& score = scores[part / 8 + n][e];
-          score = kept >> (4 * n + e) & 1 ? score : 0.f;
-        }
-    }
+    drop_weights<KEYS>(scores, arguments, batch, head, first_query + 16 * slab, first_key, round_keys);
   }
 
   // Masks KEYS keys, starting at a fragment's first_tile-th 8 columns, for this lane's rows.
@@ -174,9 +152,8 @@ template <class T, int HEAD_DIM, bool SCALED, int SLABS = 1> struct AttendedRows
   }
 };
 
-// One block owns QUERIES queries of one head; each warp owns SLABS times 16 of them. EXTRAS: a bias, dropout, a
-// softcap, a scale that is not positive, or fp32. Packing, causality, window, padding and partial tiles affect only
-// boundary tiles.
+// One block owns QUERIES queries of one head; each warp owns SLABS times 16 of them. EXTRAS:
+// Arguments::has_extras(), or fp32. Masks and partial tiles affect only boundary tiles.
 template <class T, int HEAD_DIM, bool EXTRAS, int SLABS>
 __global__ void __launch_bounds__(ForwardShape<T, HEAD_DIM, SLABS>::THREADS, FORWARD_BLOCKS<HEAD_DIM, SLABS>)
     attention_forward_kernel(const Arguments arguments) {
@@ -220,7 +197,7 @@ __global__ void __launch_bounds__(ForwardShape<T, HEAD_DIM, SLABS>::THREADS, FOR
   if (arguments.angles.cos) {
     copy_async_wait<1>();
     rotate_tile<QUERIES, THREADS>(queries, block_query, arguments.query_length, ~0ull, angles_of(arguments, batch), 1.f,
-                                threadIdx.x);
+                                  threadIdx.x);
   }
 
   for (int stage = 0; tile < tiles.end; stage ^= 1) {
@@ -235,12 +212,13 @@ __global__ void __launch_bounds__(ForwardShape<T, HEAD_DIM, SLABS>::THREADS, FOR
                                  threadIdx.x);
     __syncthreads();
     const bool edge = !is_inside<KEYS>(first_key, common);
-    if (edge && arguments.cu_seqlens) {
+    if (edge && is_packed(arguments)) {
       quarantine<KEYS, THREADS>(v, [=](int row, bool found) { tainted[row] = found; });
 #pragma unroll
       for (int half = 0; half < 2 * SLABS; ++half)
-        rows.add_poison(half / 2, half % 2, poison_seen(rows.keys_of(half / 2, half % 2), first_key, KEYS,
-                                                        [=](int row) { return tainted[row] != 0; }));
+        rows.add_poison(
+            half / 2, half % 2,
+            poison_seen(rows.keys_of(half / 2, half % 2), first_key, KEYS, [=](int row) { return tainted[row] != 0; }));
     }
     rows.template add<KEYS>(queries, warp_row, k, v, first_key, bits, edge);
     __syncthreads();  // before the next step overwrites the stage read in this one

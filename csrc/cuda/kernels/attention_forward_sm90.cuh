@@ -1,6 +1,6 @@
 // Flash attention, forward, for Hopper: a producer warp keeps the copy engine busy, two warp groups of consumers
 // compute 64 queries each by wgmma (Shah et al., "FlashAttention-3", 2024, algorithm 1). The scores of the next tile
-// are computed while those of the current one are multiplied by its values.
+// are computed while the weights of the current one are multiplied by its values.
 #pragma once
 #include "../primitives/hopper.h"
 #include "attention_forward.cuh"
@@ -12,10 +12,10 @@ struct TensorMaps {
 };
 
 // The copy engine fills columns from the head dimension of the call to HEAD_DIM with zeros.
-template <int HEAD_DIM, bool BIAS> struct HopperShape {
-  static constexpr int QUERIES = 128, KEYS = HEAD_DIM > 128 || BIAS ? 64 : 128, STAGES = 2;
-  static constexpr bool ASKS_AHEAD = HEAD_DIM <= 128;  // else neither a tile's bias nor its address fits into registers
-  static constexpr int HELD = ASKS_AHEAD ? KEYS / 8 : 1;  // groups of eight keys whose bias is in registers
+template <int HEAD_DIM, bool READS> struct HopperShape {
+  static constexpr int QUERIES = 128, KEYS = HEAD_DIM > 128 || READS ? 64 : 128, STAGES = 2;
+  static constexpr bool ASKS_AHEAD = HEAD_DIM <= 128;  // else registers do not suffice
+  static constexpr int HELD = ASKS_AHEAD ? KEYS / 8 : 1;  // groups of eight keys whose reads are in registers
   static constexpr int CONSUMERS = 2 * WARP_GROUP_SIZE, THREADS = CONSUMERS + WARP_GROUP_SIZE;
   static constexpr int PANELS = HEAD_DIM / PANEL_COLUMNS;
   static constexpr int TILE_BYTES = KEYS * HEAD_DIM * 2;  // of a key or a value tile
@@ -23,7 +23,7 @@ template <int HEAD_DIM, bool BIAS> struct HopperShape {
   static constexpr int TILES_BYTES = (QUERIES + 2 * STAGES * KEYS) * HEAD_DIM * 2;
   static constexpr int BARRIERS_END = shared_bytes_after<uint64_t>(BARRIERS, TILES_BYTES);
   static constexpr int NOTES_END =
-      shared_bytes_after<float2>(CONSUMERS, shared_bytes_after<uint8_t>(STAGES * KEYS, BARRIERS_END));
+      shared_bytes_after<float2>(CONSUMERS, shared_bytes_after<uint8_t>(STAGES* KEYS, BARRIERS_END));
   static constexpr int SHARED_BYTES =
       shared_bytes_after<PhiloxKeys>(1, shared_bytes_after<Interval>(QUERIES + 1, NOTES_END));
 };
@@ -90,7 +90,7 @@ template <class T, int ROWS> struct Panels {
 // Rotates the rows of a tile whose bits are set by the angles of tokens before `end`. Called by all consumers.
 template <int HEAD_DIM, int THREADS, class T, int ROWS>
 TK_DEVICE void rotate_panels(Panels<T, ROWS> tile, int first_row, int end, uint64_t low, uint64_t high,
-                           const Angles& angles, int thread) {
+                             const Angles& angles, int thread) {
   constexpr int LANES = HEAD_DIM / 16;  // each rotates 16 bytes of the first columns of pairs and 16 of the second
 #pragma unroll 1
   for (int row = thread / LANES; row < ROWS; row += THREADS / LANES)
@@ -100,94 +100,13 @@ TK_DEVICE void rotate_panels(Panels<T, ROWS> tile, int first_row, int end, uint6
   named_barrier_sync(1, THREADS);
 }
 
-// The bias of this lane's two rows for a tile of keys, also from a slope and distances. Adjacent keys are loaded in
-// pairs: `ask` starts the loads of HELD groups of eight keys, which overlap with the computation of scores.
-template <class T, int KEYS, int HELD> struct BiasTile {
-  const Bias& bias;
-  int keys, distance;  // from this lane's first column: keys, and the distance of key 0 from the first row's query
-  float slope = 0.f;
-  const char* rows[2];
-  uint32_t pairs[HELD][2][2];  // float32 fills both words, 16 bits one
-
-  TK_DEVICE BiasTile(const Arguments& arguments, int batch, int head, int first_query) : bias(arguments.bias) {
-    const int query = first_query + threadIdx.x % WARP_SIZE / 4, column = threadIdx.x % 4 * 2;
-    const int64_t plane = batch * bias.batch + head * bias.head;
-    keys = arguments.key_length - column;
-    distance = query + keys - arguments.query_length;
-    if (bias.is_slope) slope = load(static_cast<const float*>(bias.data) + plane);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {  // rows after the last one read its bias; they are not written
-      const int row = min(query + 8 * half, arguments.query_length - 1);
-      rows[half] = static_cast<const char*>(bias.data) + (plane + row * bias.row + column) * (bias.is_float ? 4 : 2);
-    }
-  }
-
-  TK_DEVICE void ask(int first_key) {
-    if (bias.is_slope) return;
-    const int left = keys - first_key;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (bias.is_float) {
-        const auto* row = reinterpret_cast<const uint32_t*>(rows[half]) + first_key;
-#pragma unroll
-        for (int n = 0; n < HELD; ++n) {
-          const auto pair = 8 * n < left ? load_vector<2>(row + 8 * n) : Vector<uint32_t, 2>{{0, 0}};
-          pairs[n][half][0] = pair[0];
-          pairs[n][half][1] = pair[1];
-        }
-      } else {
-        const auto* row = reinterpret_cast<const uint32_t*>(rows[half]) + first_key / 2;
-#pragma unroll
-        for (int n = 0; n < HELD; ++n) pairs[n][half][0] = 8 * n < left ? load(row + 4 * n) : 0;
-      }
-    }
-  }
-
-  // Adds a tile's bias. The loads of the first keys have been started; this starts the others.
-  TK_DEVICE void add_to(float (&scores)[KEYS / 8][4], int first_key) {
-#pragma unroll
-    for (int first = 0; first < KEYS / 8; first += HELD) {
-      if (first) ask(first_key + 8 * first);
-      add_held(scores, first, first_key + 8 * first);
-    }
-  }
-
- private:
-  TK_DEVICE void add_held(float (&scores)[KEYS / 8][4], int first_tile, int first_key) const {
-    const auto add = [&](auto pair_of) {
-#pragma unroll
-      for (int n = 0; n < HELD; ++n)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float2 pair = pair_of(n, half);
-          scores[first_tile + n][2 * half] += pair.x;
-          scores[first_tile + n][2 * half + 1] += pair.y;
-        }
-    };
-    if (bias.is_slope) {
-      const float away = static_cast<float>(distance - first_key);
-      add([&](int n, int half) {
-        const float first = away + static_cast<float>(8 * half - 8 * n);
-        return make_float2(-slope * fabsf(first), -slope * fabsf(first - 1.f));
-      });
-    } else if (bias.is_float) {
-      add([&](int n, int half) { return make_float2(bits_float(pairs[n][half][0]), bits_float(pairs[n][half][1])); });
-    } else {
-      add([&](int n, int half) { return unpack_pair<T>(pairs[n][half][0]); });
-    }
-  }
-};
-template <class T, int HELD> struct BiasTile<T, 0, HELD> {
-  TK_DEVICE BiasTile(const Arguments&, int, int, int) {}
-};
-
-// One block owns 128 queries of one head. EXTRAS: dropout, a softcap, a scale that is not positive, or a BIAS,
-// which has tiles of half the keys.
-template <class T, int HEAD_DIM, bool EXTRAS, bool BIAS>
-__global__ void __launch_bounds__(HopperShape<HEAD_DIM, BIAS>::THREADS, 1)
+// One block owns 128 queries of one head. EXTRAS: Arguments::has_extras(). READS: scores depend on
+// memory, for which tiles have half the keys.
+template <class T, int HEAD_DIM, bool EXTRAS, bool READS>
+__global__ void __launch_bounds__(HopperShape<HEAD_DIM, READS>::THREADS, 1)
     attention_forward_sm90_kernel(const __grid_constant__ TensorMaps maps, const Arguments arguments) {
 #if defined(TK_HOPPER)
-  using Shape = HopperShape<HEAD_DIM, BIAS>;
+  using Shape = HopperShape<HEAD_DIM, READS>;
   constexpr int QUERIES = Shape::QUERIES, KEYS = Shape::KEYS, STAGES = Shape::STAGES, PANELS = Shape::PANELS;
   SharedMemory shared;
   T* const queries = shared.take<T, 1024>(QUERIES * HEAD_DIM);
@@ -222,7 +141,7 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM, BIAS>::THREADS, 1)
     }
     barrier_init_fence();
     seen[QUERIES] = whole;
-    if (EXTRAS && arguments.dropout.seed) *round_keys = arguments.dropout.keys();
+    if (EXTRAS) store_round_keys(round_keys, arguments);
   }
   __syncthreads();
 
@@ -256,7 +175,7 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM, BIAS>::THREADS, 1)
   constexpr uint64_t VALUES_FROM_KEYS = static_cast<uint64_t>(KEYS * PANEL_COLUMNS * 2 / 16 - 1) << 16;
   const uint64_t values_at = descriptor_after(keys_at, STAGES * Shape::TILE_BYTES) + VALUES_FROM_KEYS;
   AttendedRows<T, HEAD_DIM, EXTRAS> rows(arguments, batch, head, block_query + warp_row, seen + warp_row);
-  BiasTile<T, BIAS && Shape::ASKS_AHEAD ? KEYS : 0, Shape::HELD> bias(arguments, batch, head, block_query + warp_row);
+  WideScores<T, KEYS, Shape::HELD, READS, Shape::ASKS_AHEAD> scoring(arguments, batch, head, block_query + warp_row);
   Poison poison;
   float scores[KEYS / 8][4] = {};
   uint32_t probabilities[KEYS / 16][4] = {};
@@ -277,8 +196,7 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM, BIAS>::THREADS, 1)
 #pragma unroll
     for (int step = 0; step < HEAD_DIM / 16; ++step) {
       const int panel = step / 4, column = step % 4 * 16;
-      Wgmma<T, KEYS>::from_shared(scores,
-                                  descriptor_after(queries_at, (panel * QUERIES * PANEL_COLUMNS + column) * 2),
+      Wgmma<T, KEYS>::from_shared(scores, descriptor_after(queries_at, (panel * QUERIES * PANEL_COLUMNS + column) * 2),
                                   descriptor_after(stage_at, (panel * KEYS * PANEL_COLUMNS + column) * 2), step > 0);
     }
     wgmma_commit();
@@ -293,8 +211,8 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM, BIAS>::THREADS, 1)
     T* v = value_stages + stage * KEYS * HEAD_DIM;
     uint8_t* tainted = tainted_stages + stage * KEYS;
     barrier_wait(values_full + stage, at.step / STAGES % 2);
-    const bool is_shared = arguments.cu_seqlens && needs_mask(at);
-    if (is_shared || (arguments.key_padding_mask && at.has_hidden()))
+    const bool is_shared = is_packed(arguments) && needs_mask(at);
+    if (is_shared || (padding_of(arguments, batch) && at.has_hidden()))
       quarantine_values<T, HEAD_DIM, KEYS, Shape::CONSUMERS>(v, at, is_shared, tainted, thread);
     if (is_shared)
       poison.note({rows.keys_of(0, 0), rows.keys_of(0, 1)}, at.tile * KEYS, KEYS,
@@ -312,23 +230,14 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM, BIAS>::THREADS, 1)
   float shrink[2];
   const auto take_scores = [&](const TileWalk<KEYS>& at) {  // exponentials of the scores, with dropout
     const int first_key = at.tile * KEYS;
-    if constexpr (EXTRAS) rows.scale_and_cap(scores);
-    if constexpr (BIAS && Shape::ASKS_AHEAD) {
-      bias.add_to(scores, first_key);
-    } else if constexpr (BIAS) {
-      BiasTile<T, KEYS, Shape::HELD> asked_now(arguments, computed_late(batch), computed_late(head),
-                                                   computed_late(block_query + warp_row));
-      asked_now.ask(first_key);
-      asked_now.add_to(scores, first_key);
-    }
+    if constexpr (EXTRAS) scoring.score(scores, first_key);
     if (needs_mask(at)) {
       rows.template hide_keys<64>(scores, 0, first_key, at.low);
       if constexpr (KEYS > 64) rows.template hide_keys<64>(scores, 8, first_key + 64, at.high);
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      shrink[half] =
-          rows.softmax[0].template update<T, EXTRAS>(scores, half, EXTRAS ? UNIT<T> : arguments.scale * UNIT<T>);
+      shrink[half] = rows.softmax[0].template update<T, EXTRAS>(scores, half, exponential_factor<T, EXTRAS>(arguments));
     if constexpr (EXTRAS) {
       rows.template drop<KEYS>(scores, first_key, 0, [&] { return *round_keys; });
     }
@@ -349,7 +258,7 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM, BIAS>::THREADS, 1)
   walk.find(tiles.first);
   if (walk.tile < walk.tiles) {
     start_scores(walk);
-    if constexpr (BIAS && Shape::ASKS_AHEAD) bias.ask(walk.tile * KEYS);
+    scoring.ask(walk.tile * KEYS);
     wgmma_wait<0>();
     wgmma_pin(scores);
     release(keys_empty + walk.step % STAGES);
@@ -359,7 +268,7 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM, BIAS>::THREADS, 1)
     for (walk.advance(); walk.tile < walk.tiles; walk.advance()) {
       start_scores(walk);
       start_values(previous);
-      if constexpr (BIAS && Shape::ASKS_AHEAD) bias.ask(walk.tile * KEYS);
+      scoring.ask(walk.tile * KEYS);
       wgmma_wait<1>();
       wgmma_pin(scores);
       release(keys_empty + walk.step % STAGES);
@@ -392,21 +301,21 @@ template <class T> void launch_forward_sm90(const Arguments& arguments, Stream s
     return tensor_map<T>(tensor.data, arguments.head_dim, length, heads, arguments.batches, tensor.row, tensor.head,
                          tensor.batch, box_rows);
   };
-  const auto with_head_dim = [&](auto head_dim, auto extras, auto bias) {
-    using Shape = HopperShape<head_dim.value, bias.value>;
+  const auto with_head_dim = [&](auto head_dim, auto extras, auto reads) {
+    using Shape = HopperShape<head_dim.value, reads.value>;
     const TensorMaps maps{map_of(arguments.query, arguments.query_length, arguments.query_heads, Shape::QUERIES),
                           map_of(arguments.key, arguments.key_length, arguments.key_heads, Shape::KEYS),
                           map_of(arguments.value, arguments.key_length, arguments.key_heads, Shape::KEYS)};
     const int64_t blocks = ceil_div(arguments.query_length, Shape::QUERIES) * arguments.query_heads * arguments.batches;
-    launch<attention_forward_sm90_kernel<T, head_dim.value, extras.value, bias.value>>(
+    launch<attention_forward_sm90_kernel<T, head_dim.value, extras.value, reads.value>>(
         "attention_forward_sm90", grid_of(blocks), Shape::THREADS, Shape::SHARED_BYTES, stream, maps, arguments);
   };
-  const auto with_extras = [&](auto extras, auto bias) {
-    if (arguments.head_dim > 128) return with_head_dim(Constant<256>{}, std::true_type{}, bias);
-    arguments.head_dim <= 64 ? with_head_dim(Constant<64>{}, extras, bias)
-                             : with_head_dim(Constant<128>{}, extras, bias);
+  const auto with_extras = [&](auto extras, auto reads) {
+    if (arguments.head_dim > 128) return with_head_dim(Constant<256>{}, std::true_type{}, reads);
+    arguments.head_dim <= 64 ? with_head_dim(Constant<64>{}, extras, reads)
+                             : with_head_dim(Constant<128>{}, extras, reads);
   };
-  if (arguments.bias.data) return with_extras(std::true_type{}, std::true_type{});
+  if (arguments.reads_scores()) return with_extras(std::true_type{}, std::true_type{});
   dispatch_extras(arguments, [&](auto extras) { with_extras(extras, std::false_type{}); });
 }
 

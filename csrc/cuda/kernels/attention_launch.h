@@ -18,13 +18,8 @@ template <class T> void launch_short_backward(const Arguments& arguments, const 
 
 template <int VALUE> using Constant = std::integral_constant<int, VALUE>;
 
-// Whether a call requires the variant with extras.
-inline bool has_extras(const Arguments& arguments) {
-  return arguments.bias.data || arguments.dropout.seed || arguments.scale <= 0.f || arguments.softcap > 0.f;
-}
-
 template <class F> void dispatch_extras(const Arguments& arguments, F&& f) {
-  has_extras(arguments) ? f(std::true_type{}) : f(std::false_type{});
+  arguments.has_extras() ? f(std::true_type{}) : f(std::false_type{});
 }
 
 // Calls f(head dimension, extras) with the smallest compiled head dimension that is large enough. The variant without
@@ -34,7 +29,7 @@ template <class T, class F> void dispatch_head_dim(const Arguments& arguments, F
   const int head_dim = arguments.head_dim;
   const auto with_extras = [&](auto padded) {
     if constexpr (sizeof(T) == 2) {
-      if (!has_extras(arguments)) return f(padded, std::false_type{});
+      if (!arguments.has_extras()) return f(padded, std::false_type{});
     }
     f(padded, std::true_type{});
   };

@@ -47,7 +47,7 @@ template <class T, int HEAD_DIM, int KEYS> struct ResidentKeys {
 #pragma unroll 1
     for (int first_key = 0; first_key < KEYS; first_key += 64)
       rotate_tile<64, THREADS>(from(k, first_key), first_key, arguments.key_length,
-                             real_from(arguments, batch, first_key), angles_of(arguments, batch), 1.f, threadIdx.x);
+                               real_from(arguments, batch, first_key), angles_of(arguments, batch), 1.f, threadIdx.x);
   }
 
   static TK_DEVICE uint64_t real_from(const Arguments& arguments, int batch, int first_key) {
@@ -94,10 +94,10 @@ __global__ void __launch_bounds__(ShortShape<T, HEAD_DIM, KEYS>::THREADS, 1)
     copy_async_wait<0>();
     if (arguments.angles.cos)
       rotate_tile<16, WARP_SIZE>(slab, query, arguments.query_length, ~0ull, angles_of(arguments, batch), 1.f,
-                               threadIdx.x % WARP_SIZE);
+                                 threadIdx.x % WARP_SIZE);
     __syncwarp();
     AttendedRows<T, HEAD_DIM, true> rows(arguments, batch, head, query, seen_by_rows + warp_row);
-    const bool hides = arguments.left < arguments.key_length - 1 || arguments.right < arguments.query_length - 1;
+    const bool hides = hides_by_position(arguments);
     const Interval seen{keys_seen_by(arguments, query).first, keys_seen_by(arguments, query + 15).last};
 #pragma unroll 1
     for (int first_key = 0; first_key < KEYS; first_key += 64) {
@@ -143,28 +143,23 @@ TK_DEVICE void short_score_gradients(const Arguments& arguments, int batch, int 
   const Interval first_sees = keys_seen_by(arguments, first_query),
                  last_sees = keys_seen_by(arguments, first_query + 15);
   const bool any = bits && first_key <= last_sees.last && first_key + WIDTH > first_sees.first;
-  const bool edge =
-      !any || bits != ALL_KEYS<WIDTH> || !is_inside<WIDTH>(first_key, seen_by_all(first_sees, last_sees));
+  const bool edge = !any || bits != ALL_KEYS<WIDTH> || !is_inside<WIDTH>(first_key, seen_by_all(first_sees, last_sees));
   float scores[WIDTH / 8][4] = {}, grad_scores[WIDTH / 8][4] = {};
   uint32_t kept = ~0u;
   if (any) {
     multiply_transposed<WIDTH>(scores, q, row, keys.from(keys.k, first_key));              // [16, WIDTH]
     multiply_transposed<WIDTH>(grad_scores, dout, row, keys.from(keys.v, first_key));  // [16, WIDTH]: dP
-    if (arguments.dropout.seed)
-      kept = kept_query_rows<WIDTH>(arguments, batch * arguments.query_heads + head, first_query, first_key);
+    kept = kept_weights<true, Fragment::QUERY_ROWS, WIDTH>(arguments, batch, head, first_query, first_key);
   }
 #pragma unroll
   for (int n = 0; n < WIDTH / 8; ++n)
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const float grad_p = kept >> (4 * n + e) & 1 ? grad_scores[n][e] * arguments.dropout.keep_scale : 0.f;
+      const float grad_p = dropped_gradient(grad_scores[n][e], kept, 4 * n + e, arguments);
       grad_scores[n][e] = grad_p - delta[row + g + 8 * (e / 2)];
     }
-  if (any) {
-    scale_scores(scores, arguments.scale);
-    if (arguments.softcap > 0.f) cap_scores<T>(scores, arguments.softcap, grad_scores);
-    if (arguments.bias.data) add_bias<T>(scores, arguments, batch, head, first_query, first_key);
-  }
+  if (any)
+    score_gradients<T, Fragment::QUERY_ROWS>(scores, grad_scores, arguments, batch, head, first_query, first_key);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int query = first_query + g + 8 * half;
@@ -226,8 +221,8 @@ __global__ void __launch_bounds__(ShortShape<T, HEAD_DIM, KEYS>::THREADS, 1)
     const Tile<T, HEAD_DIM> dout{dout_stages + step % 2 * QUERIES * HEAD_DIM};
     load_tile<QUERIES, THREADS>(q, rows_of<T>(arguments.query, batch, head), arguments.query.row, first_query,
                                 arguments.query_length, ~0ull, arguments);
-    load_tile<QUERIES, THREADS>(dout, rows_of<T>(arguments.dout, batch, head), arguments.dout.row,
-                                first_query, arguments.query_length, ~0ull, arguments);
+    load_tile<QUERIES, THREADS>(dout, rows_of<T>(arguments.dout, batch, head), arguments.dout.row, first_query,
+                                arguments.query_length, ~0ull, arguments);
     copy_async_commit();
   };
   keys.template load<THREADS>(arguments, batch, key_head);
@@ -247,7 +242,7 @@ __global__ void __launch_bounds__(ShortShape<T, HEAD_DIM, KEYS>::THREADS, 1)
     copy_async_wait<0>();
     if (arguments.angles.cos)
       rotate_tile<QUERIES, THREADS>(q, first_query, arguments.query_length, ~0ull, angles_of(arguments, batch), 1.f,
-                                  threadIdx.x);
+                                    threadIdx.x);
     __syncthreads();  // also: the stage, P and dS of the last step may be overwritten
     if (step + 1 < tiles * group) load_step(step + 1);
     row_deltas<QUERIES, THREADS>(arguments, dlse, batch, head, first_query, dout, delta);
@@ -256,8 +251,8 @@ __global__ void __launch_bounds__(ShortShape<T, HEAD_DIM, KEYS>::THREADS, 1)
 #pragma unroll 1
     for (int block = warp; block < QUERIES / 16 * (KEYS / SCORE_KEYS); block += WARPS)
       short_score_gradients<SCORE_KEYS>(arguments, batch, head, first_query, block % (QUERIES / 16) * 16,
-                                        block / (QUERIES / 16) * SCORE_KEYS, keys, q, dout, delta,
-                                        probabilities, gradients);
+                                        block / (QUERIES / 16) * SCORE_KEYS, keys, q, dout, delta, probabilities,
+                                        gradients);
     __syncthreads();
 
 #pragma unroll
@@ -293,12 +288,11 @@ __global__ void __launch_bounds__(ShortShape<T, HEAD_DIM, KEYS>::THREADS, 1)
 #pragma unroll
   for (int slab = 0; slab < OWNED; ++slab) {
     const int own_key = (warp * OWNED + slab) * 16;
-    store_fragment<HEAD_DIM>(dv[slab], value_factors, keys.v, own_key,
-                             rows_of<T>(arguments.dv, batch, key_head), arguments.dv.row, own_key,
-                             arguments.key_length, 0, arguments);
-    store_fragment<HEAD_DIM>(dk[slab], key_factors, keys.k, own_key,
-                             rows_of<T>(arguments.dk, batch, key_head), arguments.dk.row, own_key,
-                             arguments.key_length, 0, arguments, angles_of(arguments, batch));
+    store_fragment<HEAD_DIM>(dv[slab], value_factors, keys.v, own_key, rows_of<T>(arguments.dv, batch, key_head),
+                             arguments.dv.row, own_key, arguments.key_length, 0, arguments);
+    store_fragment<HEAD_DIM>(dk[slab], key_factors, keys.k, own_key, rows_of<T>(arguments.dk, batch, key_head),
+                             arguments.dk.row, own_key, arguments.key_length, 0, arguments,
+                             angles_of(arguments, batch));
   }
 }
 

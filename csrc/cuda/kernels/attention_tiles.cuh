@@ -1,4 +1,4 @@
-// Shared by the attention kernels: visibility, swizzled tiles, matrix products on tiles, bias and dropout.
+// Shared by the attention kernels: visibility, swizzled tiles, matrix products on tiles.
 //
 // Fragment convention. A warp computes 16 rows at a time. With g = lane / 4 and t = lane % 4, element [n][e] of a
 // result `float c[N / 8][4]` is row g + 8 * (e / 2), column 8 * n + 2 * t + e % 2: the accumulator layout of
@@ -59,6 +59,14 @@ TK_DEVICE Interval sequence_of(const Arguments& arguments, int token) {
   }
   const auto start = [&](int sequence) { return min(max(load(starts + sequence), 0), arguments.key_length); };
   return {start(max(low - 1, 0)), start(min(low, arguments.sequences)) - 1};
+}
+
+// Whether a tile may have rows of several sequences, whose inf and NaN must not reach each other.
+TK_DEVICE bool is_packed(const Arguments& arguments) { return arguments.cu_seqlens; }
+
+// Whether causality or a window hides any key.
+TK_DEVICE bool hides_by_position(const Arguments& arguments) {
+  return arguments.left < arguments.key_length - 1 || arguments.right < arguments.query_length - 1;
 }
 
 // The keys visible to a query by packing, causality and window. Both ends are monotonic in the query.
@@ -262,7 +270,7 @@ TK_DEVICE void rotate_row(Rows tile, int row, const Angles& angles, int64_t toke
 // the one that publishes the copies, except for rows of more than 32 chunks.
 template <int ROWS, int THREADS, class T, int COLUMNS>
 TK_DEVICE void rotate_tile(Tile<T, COLUMNS> tile, int first_row, int row_end, uint64_t bits, const Angles& angles,
-                         float sign, int thread) {
+                           float sign, int thread) {
   using Shape = Tile<T, COLUMNS>;
   constexpr int LANES = Shape::CHUNKS / 2;  // each rotates a chunk of first columns of pairs and one of second columns
   constexpr int THREADS_PER_ROW = Shape::CHUNKS < THREADS ? Shape::CHUNKS : THREADS, STEP = THREADS / THREADS_PER_ROW;
@@ -305,7 +313,7 @@ TK_DEVICE void store_rows(Tile<T, COLUMNS> tile, int tile_row, T* rows, int64_t 
 template <class T, int COLUMNS>
 TK_DEVICE void rotate_slab(Tile<T, COLUMNS> tile, int tile_row, int first_row, int row_end, const Angles& angles) {
   rotate_tile<16, WARP_SIZE>(Tile<T, COLUMNS>{tile.data + tile_row * COLUMNS}, first_row, row_end, ~0ull, angles, -1.f,
-                           threadIdx.x % WARP_SIZE);
+                             threadIdx.x % WARP_SIZE);
 }
 
 // Stores a warp's fragment, row r times factor[r / 8], to 16 rows of a tile starting at first_column.
@@ -557,135 +565,13 @@ TK_DEVICE void multiply(float (&slabs)[1][COLUMNS / 8][4], const float (&weights
 // One slab of rows.
 template <int N, class T, int COLUMNS>
 TK_DEVICE void multiply_transposed(float (&c)[N / 8][4], Tile<T, COLUMNS> a, int a_row, Tile<T, COLUMNS> b) {
-  multiply_transposed<N>(reinterpret_cast<float(&)[1][N / 8][4]>(c), a, a_row, b);
+  multiply_transposed<N>(reinterpret_cast<float (&)[1][N / 8][4]>(c), a, a_row, b);
 }
 template <int N, int COLUMNS, class T, int TILE_COLUMNS>
 TK_DEVICE void multiply(float (&c)[COLUMNS / 8][4], const float (&p)[N / 8][4], Tile<T, TILE_COLUMNS> b,
                         int first_column) {
-  multiply<N, COLUMNS>(reinterpret_cast<float(&)[1][COLUMNS / 8][4]>(c),
-                       reinterpret_cast<const float(&)[1][N / 8][4]>(p), b, first_column);
-}
-
-// ---- bias and dropout
-
-template <class T> TK_DEVICE float bias_at(const Arguments& arguments, int batch, int head, int query, int key) {
-  const Bias& bias = arguments.bias;
-  if (query >= arguments.query_length || key >= arguments.key_length) return 0.f;
-  const int64_t offset = batch * bias.batch + head * bias.head + query * bias.row + key * bias.column;
-  if (bias.is_float) {
-    const float value = static_cast<const float*>(bias.data)[offset];
-    return bias.is_slope ? -value * abs(query + arguments.key_length - arguments.query_length - key) : value;
-  }
-  return to_float(static_cast<const T*>(bias.data)[offset]);
-}
-
-template <int TILES> TK_DEVICE void scale_scores(float (&scores)[TILES][4], float scale) {
-#pragma unroll
-  for (int n = 0; n < TILES; ++n)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) scores[n][e] *= scale;
-}
-
-// tanh of a score computed from operands of type T: tanhf, accurate for small results, only for fp32; it needs more
-// registers.
-template <class T> TK_DEVICE float tanh_of(float x) {
-  if constexpr (sizeof(T) == 4) return tanhf(x);
-  const float decay = fast_exp2(-2.f * LOG2_E * fabsf(x)), size = __fdividef(1.f - decay, 1.f + decay);
-  return x < 0.f ? -size : size;
-}
-
-// softcap * tanh(score / softcap), before the bias.
-template <class T, int TILES> TK_DEVICE void cap_scores(float (&scores)[TILES][4], float softcap) {
-  const float inverse = 1.f / softcap;
-#pragma unroll
-  for (int n = 0; n < TILES; ++n)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) scores[n][e] = softcap * tanh_of<T>(scores[n][e] * inverse);
-}
-
-// The same, and multiplies `gradients`, which become dS, by the derivative 1 - tanh^2.
-template <class T, int TILES>
-TK_DEVICE void cap_scores(float (&scores)[TILES][4], float softcap, float (&gradients)[TILES][4]) {
-  const float inverse = 1.f / softcap;
-#pragma unroll
-  for (int n = 0; n < TILES; ++n)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const float ratio = tanh_of<T>(scores[n][e] * inverse);
-      scores[n][e] = softcap * ratio;
-      gradients[n][e] *= 1.f - ratio * ratio;
-    }
-}
-
-// Adds the bias to a fragment of queries (rows) and keys (columns).
-template <class T, int TILES>
-TK_DEVICE void add_bias(float (&scores)[TILES][4], const Arguments& arguments, int batch, int head, int first_query,
-                        int first_key) {
-  const int g = threadIdx.x % WARP_SIZE / 4, t = threadIdx.x % 4;
-#pragma unroll
-  for (int n = 0; n < TILES; ++n)
-#pragma unroll
-    for (int e = 0; e < 4; ++e)
-      scores[n][e] +=
-          bias_at<T>(arguments, batch, head, first_query + g + 8 * (e / 2), first_key + 8 * n + 2 * t + e % 2);
-}
-
-// Adds the bias to a fragment of keys (rows) and queries (columns).
-template <class T, int TILES>
-TK_DEVICE void add_bias_transposed(float (&scores)[TILES][4], const Arguments& arguments, int batch, int head,
-                                   int first_query, int first_key) {
-  const int g = threadIdx.x % WARP_SIZE / 4, t = threadIdx.x % 4;
-#pragma unroll
-  for (int n = 0; n < TILES; ++n)
-#pragma unroll
-    for (int e = 0; e < 4; ++e)
-      scores[n][e] +=
-          bias_at<T>(arguments, batch, head, first_query + 8 * n + 2 * t + e % 2, first_key + g + 8 * (e / 2));
-}
-
-// One step of a bit transpose over lanes: exchanges bits at `upper` of the lower lane with the bits `shift` below them
-// of the upper lane, `distance` lanes away.
-TK_DEVICE uint32_t exchange_bits(uint32_t bits, uint32_t upper, int shift, int distance) {
-  const uint32_t other = __shfl_xor_sync(ALL_LANES, bits, distance);
-  return threadIdx.x & distance ? (bits & upper) | (other & upper) >> shift
-                                : (bits & ~upper) | (other & ~upper) << shift;
-}
-
-// The dropout mask of a fragment of queries (rows) and keys (columns starting at first_key): bit 4 * n + e, 1 if kept.
-// One philox call covers eight adjacent keys of a query, two in each lane of a quad. Each lane therefore computes one
-// of the four rows of eight keys in 16 keys of the fragment, and the lanes transpose pairs of bits.
-template <int KEYS>
-TK_DEVICE uint32_t kept_query_rows(const Dropout& dropout, const PhiloxKeys& round_keys, int head, int first_query,
-                                   int first_key) {
-  static_assert(KEYS % 16 == 0 && KEYS <= 64, "one bit per element, eight by each draw");
-  const int g = threadIdx.x % WARP_SIZE / 4, t = threadIdx.x % 4;
-  uint32_t kept = 0;
-#pragma unroll
-  for (int pair = 0; pair < KEYS / 16; ++pair)
-    kept |= dropout.kept(round_keys, first_key / 8 + 2 * pair + t / 2, first_query + g + 8 * (t % 2), head) << 8 * pair;
-  kept = exchange_bits(kept, 0xccccccccu, 2, 1);
-  return exchange_bits(kept, 0xf0f0f0f0u, 4, 2);
-}
-
-template <int KEYS>
-TK_DEVICE uint32_t kept_query_rows(const Arguments& arguments, int head, int first_query, int first_key) {
-  return kept_query_rows<KEYS>(arguments.dropout, arguments.dropout.keys(), head, first_query, first_key);
-}
-
-// The same for a fragment of keys (rows) and queries (columns). The eight keys of a philox call are in the eight lanes
-// of equal t, which own the elements of eight calls in 16 queries.
-template <int QUERIES>
-TK_DEVICE uint32_t kept_key_rows(const Arguments& arguments, int head, int first_query, int first_key) {
-  static_assert(QUERIES % 16 == 0 && QUERIES <= 64, "one bit per element, eight by each draw");
-  const int g = threadIdx.x % WARP_SIZE / 4, t = threadIdx.x % 4;
-  const int group = first_key / 8 + g / 2 % 2, query = first_query + 8 * (g / 4) + 2 * t + g % 2;
-  uint32_t kept = 0;
-#pragma unroll
-  for (int pair = 0; pair < QUERIES / 16; ++pair)
-    kept |= arguments.dropout.kept(arguments.dropout.keys(), group, query + 16 * pair, head) << 8 * pair;
-  kept = exchange_bits(kept, 0xaaaaaaaau, 1, 4);
-  kept = exchange_bits(kept, 0xccccccccu, 2, 8);
-  return exchange_bits(kept, 0xf0f0f0f0u, 4, 16);
+  multiply<N, COLUMNS>(reinterpret_cast<float (&)[1][COLUMNS / 8][4]>(c),
+                       reinterpret_cast<const float (&)[1][N / 8][4]>(p), b, first_column);
 }
 
 }  // namespace transformer_kernels::attention

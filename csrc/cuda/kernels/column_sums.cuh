@@ -110,10 +110,8 @@ __global__ void __launch_bounds__(SUM_COLUMNS* SUM_GROUPS)
   __syncthreads();
   if (group != 0 || column >= columns || !output.data) return;
   for (int g = 1; g < SUM_GROUPS; ++g) sum += sums[g * SUM_COLUMNS + lane];
-  if (output.is_float32)
-    store(static_cast<float*>(output.data) + column, sum);
-  else
-    store(static_cast<T*>(output.data) + column, from_float<T>(sum));
+  if (output.is_float32) store(static_cast<float*>(output.data) + column, sum);
+  else store(static_cast<T*>(output.data) + column, from_float<T>(sum));
 }
 
 template <class T>

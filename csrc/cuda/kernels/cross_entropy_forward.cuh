@@ -140,9 +140,8 @@ __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
 #pragma unroll
       for (int i = 0; i < V; ++i) {
         const float p = values[v][i] * inverse;
-        values[v][i] = column + i < classes
-                           ? cross_entropy_gradient(p, column + i, target, scale, smoothing, uniform)
-                           : 0.0f;
+        values[v][i] =
+            column + i < classes ? cross_entropy_gradient(p, column + i, target, scale, smoothing, uniform) : 0.0f;
       }
       store_vector(logits + column, rounded<T, V>(values[v]));
     });

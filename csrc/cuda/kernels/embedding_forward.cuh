@@ -50,8 +50,8 @@ template <class T_> struct EmbeddingRows {
 
 // Without LayerNorm: one group of Layout::THREADS threads owns one row, copied from `input` to `output`.
 template <class Layout, class Rows, class Output>
-__global__ void __launch_bounds__(Layout::BLOCK_THREADS) embedding_rows_kernel(Rows input, Output output, int64_t rows,
-                                                                               int columns) {
+__global__ void __launch_bounds__(Layout::BLOCK_THREADS)
+    embedding_rows_kernel(Rows input, Output output, int64_t rows, int columns) {
   constexpr int V = Layout::VECTOR;
   const int64_t row = Layout::first_row();
   if (row >= rows) return;

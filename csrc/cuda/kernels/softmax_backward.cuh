@@ -34,8 +34,7 @@ __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
     if (!Layout::IN_REGISTERS) read(v, column);
     Vector<float, V> gradient;
 #pragma unroll
-    for (int i = 0; i < V; ++i)
-      gradient[i] = scale * to_float(y_values[v][i]) * (to_float(dy_values[v][i]) - dot);
+    for (int i = 0; i < V; ++i) gradient[i] = scale * to_float(y_values[v][i]) * (to_float(dy_values[v][i]) - dot);
     store_vector(dx + column, rounded<T, V>(gradient));
   });
 }

@@ -19,8 +19,7 @@ template <bool CENTRED> void launch_add_layer_norm_forward(const NormForward& ca
     const RowParameter scale{pointer<const void>(call.weight), call.weight_is_float32};
     const RowParameter offset{pointer<const void>(call.bias), call.bias_is_float32};
     const PlainOutput<T> output{pointer<T>(call.y), n};
-    const bool aligned =
-        all_aligned<T>(n, input.x, input.residual, input.summed, scale.data, offset.data, output.y);
+    const bool aligned = all_aligned<T>(n, input.x, input.residual, input.summed, scale.data, offset.data, output.y);
     launch_rows_forward<CENTRED, T>(name, input, scale, offset, output, aligned, call.mean, call.rstd, call.rows, n,
                                     call.eps, stream_of(call));
   });

@@ -77,9 +77,9 @@ Arguments arguments_of(const AttentionCall& call) {
   replace(arguments.key_heads, call.keys, arguments.key, arguments.value, arguments.dk, arguments.dv);
   arguments.vectorized = can_vectorize(dtype, arguments.head_dim, arguments.query, arguments.key, arguments.value) &&
                          (!arguments.dout.data || can_vectorize(dtype, arguments.head_dim, arguments.dout));
-  arguments.vectorized_output =
-      arguments.dout.data ? can_vectorize(dtype, arguments.head_dim, arguments.dq, arguments.dk, arguments.dv)
-                          : can_vectorize(dtype, arguments.head_dim, arguments.out);
+  arguments.vectorized_output = arguments.dout.data
+                                    ? can_vectorize(dtype, arguments.head_dim, arguments.dq, arguments.dk, arguments.dv)
+                                    : can_vectorize(dtype, arguments.head_dim, arguments.out);
   const AngleTables& tables = call.angles;
   Angles& angles = arguments.angles;
   angles = {pointer<const float>(tables.cos), pointer<const float>(tables.sin), tables.stride, narrow(tables.half),

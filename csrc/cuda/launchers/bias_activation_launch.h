@@ -26,10 +26,8 @@ template <class Activation> void launch_bias_forward(const char* name, const Act
                                                                dim3(ColumnTile::THREADS), 0, stream, input, offset,
                                                                output, call.rows, n);
     };
-    if (all_aligned<T>(n, input, offset.data, output))
-      start(std::integral_constant<int, ELEMENTS_PER_16_BYTES<T>>{});
-    else
-      start(std::integral_constant<int, 1>{});
+    if (all_aligned<T>(n, input, offset.data, output)) start(std::integral_constant<int, ELEMENTS_PER_16_BYTES<T>>{});
+    else start(std::integral_constant<int, 1>{});
   });
 }
 
@@ -52,8 +50,7 @@ void launch_bias_backward(const char* name, const char* sums_name, const Activat
     };
     if (all_aligned<T>(n, gradient, values, offset.data, output, sums))
       start(std::integral_constant<int, ELEMENTS_PER_16_BYTES<T>>{});
-    else
-      start(std::integral_constant<int, 1>{});
+    else start(std::integral_constant<int, 1>{});
     launch_sum_partials<T>(sums_name, sums, {pointer<void>(call.dbias), call.bias_is_float32}, {nullptr, false},
                            call.partial_rows, n, stream);
   });

@@ -56,11 +56,10 @@ void cross_entropy_forward(const CrossEntropyForward& call) {
 TK_EXPORT(cross_entropy_forward);
 
 void cross_entropy_sum(const CrossEntropySum& call) {
-  launch<sum_losses_kernel<SUM_THREADS>>("cross_entropy_sum", dim3(1), dim3(SUM_THREADS),
-                                         shared_bytes_after<float>(2 * SUM_THREADS / WARP_SIZE), stream_of(call),
-                                         pointer<const float>(call.losses), pointer<const int64_t>(call.targets),
-                                         pointer<float>(call.loss), pointer<float>(call.count), call.rows,
-                                         call.ignore_index);
+  launch<sum_losses_kernel<SUM_THREADS>>(
+      "cross_entropy_sum", dim3(1), dim3(SUM_THREADS), shared_bytes_after<float>(2 * SUM_THREADS / WARP_SIZE),
+      stream_of(call), pointer<const float>(call.losses), pointer<const int64_t>(call.targets),
+      pointer<float>(call.loss), pointer<float>(call.count), call.rows, call.ignore_index);
 }
 TK_EXPORT(cross_entropy_sum);
 

@@ -73,12 +73,11 @@ void embedding_backward(const EmbeddingBackward& call) {
     const RowParameter factor{pointer<const void>(call.norm_weight), call.weight_is_float32};
     const PlainOutput<T> output{pointer<T>(call.ds), n};
     float* sums = pointer<float>(call.partials);
-    const bool aligned =
-        all_aligned<T>(n, gradient.x, input.weight, input.positions, factor.data, output.y, sums);
-    launch_rows_backward<true, T>(
-        "embedding_backward", "embedding_backward_sums", gradient, input, factor, output, aligned, call.mean, call.rstd,
-        {call.dnorm_weight, call.dnorm_bias, call.weight_is_float32, sums, call.partial_rows}, call.rows, n,
-        stream_of(call));
+    const bool aligned = all_aligned<T>(n, gradient.x, input.weight, input.positions, factor.data, output.y, sums);
+    launch_rows_backward<true, T>("embedding_backward", "embedding_backward_sums", gradient, input, factor, output,
+                                  aligned, call.mean, call.rstd,
+                                  {call.dnorm_weight, call.dnorm_bias, call.weight_is_float32, sums, call.partial_rows},
+                                  call.rows, n, stream_of(call));
   });
 }
 TK_EXPORT(embedding_backward);

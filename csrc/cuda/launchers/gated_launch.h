@@ -40,15 +40,14 @@ template <class Function> void launch_gated_backward(const char* name, const Act
   const Stream stream = stream_of(call);
   dispatch_gated(call.dtype, call.up, columns, call.dy | call.x | call.up | call.dx | call.dup,
                  [&](auto type, auto vector, int64_t packed) {
-                   using T = typename decltype(type)::type;
-                   constexpr int V = decltype(vector)::value;
-                   const T *from = pointer<const T>(call.x),
-                           *factors = call.up ? pointer<const T>(call.up) : from + columns;
-                   T *to = pointer<T>(call.dx), *to_factors = call.up ? pointer<T>(call.dup) : to + columns;
-                   launch<gated_backward_kernel<Function, T, V>>(name, gated_grid(count, V), dim3(GELU_THREADS), 0,
-                                                                 stream, pointer<const T>(call.dy), from, factors, to,
-                                                                 to_factors, count, packed);
-                 });
+    using T = typename decltype(type)::type;
+    constexpr int V = decltype(vector)::value;
+    const T *from = pointer<const T>(call.x), *factors = call.up ? pointer<const T>(call.up) : from + columns;
+    T *to = pointer<T>(call.dx), *to_factors = call.up ? pointer<T>(call.dup) : to + columns;
+    launch<gated_backward_kernel<Function, T, V>>(name, gated_grid(count, V), dim3(GELU_THREADS), 0, stream,
+                                                  pointer<const T>(call.dy), from, factors, to, to_factors, count,
+                                                  packed);
+  });
 }
 
 }  // namespace transformer_kernels

@@ -27,26 +27,25 @@ void gelu_forward(const ActivationForward& call) {
   const int64_t count = call.rows * call.columns;
   dispatch_gelu(call.dtype, call.kind == GELU_TANH, (call.x | call.y) % 16 == 0,
                 [&](auto type, auto function, auto aligned) {
-                  using T = typename decltype(type)::type;
-                  using Function = typename decltype(function)::type;
-                  constexpr int V = decltype(aligned)::value ? ELEMENTS_PER_16_BYTES<T> : 1;
-                  launch<gelu_forward_kernel<Function, T, V>>("gelu_forward", gelu_grid(count, V), dim3(GELU_THREADS),
-                                                              0, stream_of(call), pointer<const T>(call.x),
-                                                              pointer<T>(call.y), count);
-                });
+    using T = typename decltype(type)::type;
+    using Function = typename decltype(function)::type;
+    constexpr int V = decltype(aligned)::value ? ELEMENTS_PER_16_BYTES<T> : 1;
+    launch<gelu_forward_kernel<Function, T, V>>("gelu_forward", gelu_grid(count, V), dim3(GELU_THREADS), 0,
+                                                stream_of(call), pointer<const T>(call.x), pointer<T>(call.y), count);
+  });
 }
 
 void gelu_backward(const ActivationBackward& call) {
   const int64_t count = call.rows * call.columns;
   dispatch_gelu(call.dtype, call.kind == GELU_TANH, (call.dy | call.x | call.dx) % 16 == 0,
                 [&](auto type, auto function, auto aligned) {
-                  using T = typename decltype(type)::type;
-                  using Function = typename decltype(function)::type;
-                  constexpr int V = decltype(aligned)::value ? ELEMENTS_PER_16_BYTES<T> : 1;
-                  launch<gelu_backward_kernel<Function, T, V>>("gelu_backward", gelu_grid(count, V), dim3(GELU_THREADS),
-                                                               0, stream_of(call), pointer<const T>(call.dy),
-                                                               pointer<const T>(call.x), pointer<T>(call.dx), count);
-                });
+    using T = typename decltype(type)::type;
+    using Function = typename decltype(function)::type;
+    constexpr int V = decltype(aligned)::value ? ELEMENTS_PER_16_BYTES<T> : 1;
+    launch<gelu_backward_kernel<Function, T, V>>("gelu_backward", gelu_grid(count, V), dim3(GELU_THREADS), 0,
+                                                 stream_of(call), pointer<const T>(call.dy), pointer<const T>(call.x),
+                                                 pointer<T>(call.dx), count);
+  });
 }
 
 }  // namespace transformer_kernels

@@ -16,9 +16,8 @@ void launch_rows_forward(const char* name, const Input& input, RowParameter scal
   dispatch_row_layout<T>(columns, aligned, [&](auto layout) {
     using Layout = decltype(layout);
     launch<layer_norm_forward_kernel<Layout, Input, Output, CENTRED>>(
-        name, grid_of(Layout::blocks(rows)), dim3(Layout::BLOCK_THREADS), Layout::SHARED_BYTES,
-        stream, input, scale, offset, output, pointer<float>(mean), pointer<float>(rstd), rows, columns,
-        static_cast<float>(eps));
+        name, grid_of(Layout::blocks(rows)), dim3(Layout::BLOCK_THREADS), Layout::SHARED_BYTES, stream, input, scale,
+        offset, output, pointer<float>(mean), pointer<float>(rstd), rows, columns, static_cast<float>(eps));
   });
 }
 
@@ -34,7 +33,6 @@ struct ParameterGradients {
 inline ParameterGradients gradients_of(const NormBackward& call) {
   return {call.dweight, call.dbias, call.weight_is_float32, pointer<float>(call.partials), call.partial_rows};
 }
-
 
 // The kernel over the rows of `gradient`, followed by the sums.
 template <bool CENTRED, class T, class Gradient, class Input, class Output>

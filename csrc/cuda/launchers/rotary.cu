@@ -24,8 +24,15 @@ void rotary(const Rotary& call) {
     const auto heads_of = [&](Address x, Address out, int64_t count, const Extents<3>& from, const Extents<3>& to) {
       addresses |= x | out;
       for (int axis = 0; axis < 3; ++axis) distances |= from.at[axis] | to.at[axis];
-      return RotaryHeads<T>{pointer<const T>(x), pointer<T>(out), static_cast<int>(count), from.at[0], from.at[1],
-                            from.at[2], to.at[0], to.at[1], to.at[2]};
+      return RotaryHeads<T>{pointer<const T>(x),
+                            pointer<T>(out),
+                            static_cast<int>(count),
+                            from.at[0],
+                            from.at[1],
+                            from.at[2],
+                            to.at[0],
+                            to.at[1],
+                            to.at[2]};
     };
     const RotaryHeads<T> queries = heads_of(call.q, call.q_out, call.heads, call.q_strides, call.q_out_strides);
     const RotaryHeads<T> keys = heads_of(call.k, call.k_out, call.kv_heads, call.k_strides, call.k_out_strides);

@@ -31,8 +31,8 @@ void softmax_forward(const SoftmaxForward& call) {
         launch<softmax_forward_kernel<Layout>>("softmax_forward", grid, block, Layout::SHARED_BYTES, stream, input,
                                                output, call.rows, n, mask, static_cast<float>(call.scale));
       } else {
-        launch<softmax_forward_any_width_kernel<Layout>>("softmax_forward_any_width", grid, block,
-                                                         Layout::SHARED_BYTES, stream, input, output, n, mask,
+        launch<softmax_forward_any_width_kernel<Layout>>("softmax_forward_any_width", grid, block, Layout::SHARED_BYTES,
+                                                         stream, input, output, n, mask,
                                                          static_cast<float>(call.scale));
       }
     });

@@ -58,9 +58,9 @@ inline TensorMap tensor_map(const void* data, int64_t columns, int64_t rows, int
   const cuuint32_t box[4] = {PANEL_COLUMNS, box_rows, 1, 1}, steps[4] = {1, 1, 1, 1};
   constexpr auto TYPE = std::is_same_v<T, float16> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   TensorMap map;
-  if (encode(&map, TYPE, 4, const_cast<void*>(data), sizes, strides, box, steps,
-                        CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) != CUDA_SUCCESS)
+  if (encode(&map, TYPE, 4, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) != CUDA_SUCCESS)
     throw std::runtime_error("cuTensorMapEncodeTiled refused the tensor");
   return map;
 }
@@ -149,10 +149,9 @@ template <class T, int N> struct Wgmma;
 #define TK_D4(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
 #define TK_D32 TK_D4(0), TK_D4(1), TK_D4(2), TK_D4(3), TK_D4(4), TK_D4(5), TK_D4(6), TK_D4(7)
 #define TK_D64 TK_D32, TK_D4(8), TK_D4(9), TK_D4(10), TK_D4(11), TK_D4(12), TK_D4(13), TK_D4(14), TK_D4(15)
-#define TK_D128                                                                                                       \
+#define TK_D128                                                                                              \
   TK_D64, TK_D4(16), TK_D4(17), TK_D4(18), TK_D4(19), TK_D4(20), TK_D4(21), TK_D4(22), TK_D4(23), TK_D4(24), \
-  TK_D4(25),                                                                                                          \
-      TK_D4(26), TK_D4(27), TK_D4(28), TK_D4(29), TK_D4(30), TK_D4(31)
+      TK_D4(25), TK_D4(26), TK_D4(27), TK_D4(28), TK_D4(29), TK_D4(30), TK_D4(31)
 #define TK_REGISTERS32                                                                                             \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
   "%24, %25, %26, %27, %28, %29, %30, %31"
@@ -160,10 +159,10 @@ template <class T, int N> struct Wgmma;
   TK_REGISTERS32                                                                                                     \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, " \
   "%54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define TK_REGISTERS128 \
-  TK_REGISTERS64 \
-  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
-  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95" \
+#define TK_REGISTERS128                                                                          \
+  TK_REGISTERS64                                                                                 \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"             \
+  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"             \
   ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
   ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 

@@ -25,8 +25,10 @@ TK_HOST_DEVICE uint64_t wide_product(uint32_t a, uint32_t b) {
 // The keys of each round, computed on demand.
 struct PhiloxSeed {
   uint32_t low, high;
-  TK_HOST_DEVICE explicit PhiloxSeed(uint64_t seed) : low(static_cast<uint32_t>(seed)), high(static_cast<uint32_t>(seed
-  >> 32)) {} TK_HOST_DEVICE uint32_t first(uint32_t round) const { return low + round * 0x9E3779B9u; } TK_HOST_DEVICE
+  TK_HOST_DEVICE explicit PhiloxSeed(uint64_t seed)
+      : low(static_cast<uint32_t>(seed)), high(static_cast<uint32_t>(seed >> 32)) {}
+  TK_HOST_DEVICE uint32_t first(uint32_t round) const { return low + round * 0x9E3779B9u; }
+  TK_HOST_DEVICE
   uint32_t second(uint32_t round) const { return high + round * 0xBB67AE85u; }
 };
 
@@ -81,8 +83,8 @@ struct Dropout {
     return (i % 2 ? words.word[i / 2] : words.word[i / 2] << 16) > limit;
   }
   // Bit i: whether column i of the group is kept.
-  template <class Keys> TK_DEVICE uint32_t kept(const Keys& keys, uint32_t column_group, uint32_t row, uint32_t head)
-  const {
+  template <class Keys> TK_DEVICE uint32_t kept(const Keys& keys, uint32_t column_group, uint32_t row,
+                                                uint32_t head) const {
     const PhiloxWords drawn = philox4x32_7(keys, column_group, row, head, 0u);
     uint32_t bits = 0;
 #pragma unroll

@@ -37,7 +37,9 @@ float approximated(int function, bool ftz, float x) {
       if (ftz) return emulation::approximate_exp2(x);
       return emulation::ulps_away(std::exp2(wide), x == 0 ? 0 : 2, upwards);
     case LG2:
-      return x > 0.5f && x < 2.0f ? static_cast<float>(std::log2(wide) + (x == 1 ? 0 : upwards ? 0x1p-22 : -0x1p-22))
+      return x > 0.5f && x < 2.0f ? static_cast<float>(std::log2(wide) + (x == 1    ? 0
+                                                                          : upwards ? 0x1p-22
+                                                                                    : -0x1p-22))
                                   : erring(std::log2(wide), 0x1p-22, upwards);
     case RCP:
       return emulation::ulps_away(1.0 / wide, 1, upwards);

@@ -28,12 +28,13 @@ from transformer_kernels.ops.attention._triton_backward_bias import attention_ba
 from transformer_kernels.ops.attention._triton_backward_key import attention_backward_key_kernel
 from transformer_kernels.ops.attention._triton_decode import attention_combine_kernel, attention_decode_kernel
 from transformer_kernels.ops.attention._triton_forward import attention_forward_kernel
-from transformer_kernels.ops.attention._triton_sequences import attention_sequences_kernel
+from transformer_kernels.ops.attention._triton_masks import attention_sequences_kernel
+from transformer_kernels.ops.attention._triton_scores import Extras, ScoreOptions
 from transformer_kernels.ops.attention._triton_short import (
     attention_short_backward_kernel,
     attention_short_forward_kernel,
 )
-from transformer_kernels.ops.attention._triton_tile import Extras, Inputs, Options
+from transformer_kernels.ops.attention._triton_tile import Inputs, Options
 
 
 class Kernels(AttentionKernels):
@@ -175,18 +176,20 @@ class _Plan:
             "GROUP": self.group,
             "HEAD_DIM": self.head_dim,
             "BLOCK_D": self.block_d,
-            "CAUSAL": causal and self.queries > 1,  # a single query sees all keys
-            "WINDOW": windowed,
-            "BIAS": "slope" if self.sloped else _varying(bias and bias[0]),
-            "BIAS_ALIGNMENT": 1 if bias is None else alignment(bias[2], self.bias_strides[:3]),
+            "SCORES": ScoreOptions(
+                CAUSAL=causal and self.queries > 1,  # a single query sees all keys
+                WINDOW=windowed,
+                BIAS="slope" if self.sloped else _varying(bias and bias[0]),
+                BIAS_ALIGNMENT=1 if bias is None else alignment(bias[2], self.bias_strides[:3]),
+                SOFTCAP=softcap,
+                NEGATE=scale < 0.0,
+            ),
             "ALIGNMENT": alignment(
                 self.itemsize, (*self.strides, *self.query_strides, *out_strides, *self.key_strides)
             ),
-            "SOFTCAP": softcap,
             "PAIRS": rotary[0],
             "INTERLEAVED": rotary[1],
             "OWN_ANGLES": rotary[2],
-            "NEGATE": scale < 0.0,
             "NATURAL": self.itemsize == tiles.SINGLE,
             "PRECISION": precision,
         }
@@ -290,9 +293,10 @@ class _Plan:
         blocks = _triton.ceil_div(self.keys, tile.keys)
         split_blocks = _triton.ceil_div(blocks, _splits(programs, blocks, self.multiprocessors))
         splits = _triton.ceil_div(blocks, split_blocks)
-        options = self.options(tile)._replace(
-            BLOCK_M=max(16, _triton.next_power_of_2(self.queries * self.group)), BIAS="", BIAS_ALIGNMENT=1
-        )
+        options = self.options(tile)
+        scores = options.SCORES._replace(BIAS="strided" if options.SCORES.BIAS else "", BIAS_ALIGNMENT=1)
+        rows = max(16, _triton.next_power_of_2(self.queries * self.group))
+        options = options._replace(BLOCK_M=rows, SCORES=scores)
         numbers = (*self.sizes, split_blocks * tile.keys, *self.strides, *self.bias_strides, *self.numbers)
         grid = (programs, splits)
         launch = _triton.Launch(attention_decode_kernel, grid, numbers, (options,), tile.num_warps, tile.num_stages)
@@ -362,7 +366,7 @@ def alignment(itemsize: int, strides: tuple[int, ...]) -> int:
 
 
 def _varying(bias: torch.Size | None) -> str:
-    """`Options.BIAS` for a bias of this shape."""
+    """`ScoreOptions.BIAS` for a bias of this shape."""
     if bias is None:
         return ""
     if bias[3] > 1:

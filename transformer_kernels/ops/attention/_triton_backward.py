@@ -7,35 +7,29 @@ import triton.language as tl
 
 from transformer_kernels.backends.triton_language import dot_operand, to_fp32
 from transformer_kernels.ops.attention._triton_forward import SIZES, STRIDES
-from transformer_kernels.ops.attention._triton_rotary import Angles, first_token, load_rotated, store_unrotated
-from transformer_kernels.ops.attention._triton_tile import (
-    Bias,
-    Dropout,
-    Mask,
-    accumulate,
-    any_real,
-    biased,
-    capped,
-    dropout_scale,
-    exponential,
-    finite_rows,
-    head_offset,
-    head_rows,
-    keep_tile,
+from transformer_kernels.ops.attention._triton_masks import (
+    has_keys,
+    isolated_keys,
     key_blocks,
-    load_bias,
-    load_padding,
-    load_rows,
     masked_length,
     masked_position,
-    multiply,
-    output_rows,
     query_tile_of_program,
-    score_unit,
-    visible_pairs,
-    within_sequence,
-    without_padding,
+    real_columns,
+    visible_tile,
 )
+from transformer_kernels.ops.attention._triton_rotary import Angles, first_token, load_rotated, store_unrotated
+from transformer_kernels.ops.attention._triton_scores import (
+    Stage,
+    dropped_gradient,
+    kept_weights,
+    load_base,
+    product_gradient,
+    score_unit,
+    stage_numbers,
+    tile_scores,
+    weights_of,
+)
+from transformer_kernels.ops.attention._triton_tile import accumulate, head_rows, load_rows, multiply, output_rows
 
 GRADIENT_STRIDES = [f"{tensor}_{axis}" for tensor in ("dout", "dq", "dkv") for axis in ("batch", "head", "row")]
 UNSPECIALIZED = SIZES + STRIDES + GRADIENT_STRIDES
@@ -66,43 +60,8 @@ class Queries(NamedTuple):
 
 
 @triton.jit
-def cap_slope(scores, OPTIONS: tl.constexpr):
-    """The derivative of `capped` computed from its result: 1 - tanh^2."""
-    ratio = scores / (OPTIONS.SOFTCAP * score_unit(OPTIONS.NATURAL))
-    return 1.0 - ratio * ratio
-
-
-@triton.jit
-def load_statistic(pointer, rows, query_length, other, BOUNDED: tl.constexpr):
-    """One value per row, `other` beyond the last query. Not BOUNDED: all rows are in range."""
-    return tl.load(pointer + rows, mask=rows < query_length, other=other) if BOUNDED else tl.load(pointer + rows)
-
-
-@triton.jit
-def load_base(statistics, rows, query_length, BOUNDED: tl.constexpr, OPTIONS: tl.constexpr):
-    """The maximum and the log of the sum of `rows`, in the unit of scores, subtracted by `weights_of`. For 16 bits
-    without a bias: their sum, and 0. +inf, which gives weights of 0, for rows out of range or fully masked."""
-    base = load_statistic(statistics, rows, query_length, float("-inf"), BOUNDED)
-    log_sum = load_statistic(statistics + query_length, rows, query_length, 0.0, BOUNDED)
-    base = tl.where(base == float("-inf"), float("inf"), base)
-    if not (OPTIONS.NATURAL or OPTIONS.BIAS != ""):
-        base += log_sum
-        log_sum = tl.zeros_like(log_sum)
-    return base, log_sum
-
-
-@triton.jit
-def weights_of(scores, base, log_sum, OPTIONS: tl.constexpr):
-    """exp((score - maximum) - log of the sum): the sum of the last two would lose the log for large scores."""
-    differences = scores - base
-    if OPTIONS.NATURAL or OPTIONS.BIAS != "":
-        differences -= log_sum
-    return exponential(differences, OPTIONS.NATURAL)
-
-
-@triton.jit
 def query_gradient_block(
-    dq, queries, start, k, v, mask, bias, dropout, angles, scale,
+    dq, queries, start, k, v, stage, angles, scale,
     MASKED: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """dq [M, D] of a query tile plus the contribution of the key block at `start`."""
@@ -111,33 +70,22 @@ def query_gradient_block(
     tile_columns = tl.arange(0, BLOCK_N)[None, :]
     rows, columns = queries.first_row + tile_rows, start + tile_columns
     k_tile = load_rotated(k, angles, start, BLOCK_N, MASKED, OPTIONS)  # [N, D]
+    visible = rows >= 0
     if MASKED:
-        visible = visible_pairs(rows, columns, mask, OPTIONS)
-        if mask.padding is not None:
-            real = load_padding(mask, columns)
-            visible = visible & real
-            k_tile = without_padding(k_tile, real)
-        if mask.sequences is not None:
-            visible = visible & within_sequence(mask, rows, columns)
-            k_tile, _ = finite_rows(k_tile)
+        real = real_columns(stage, columns)
+        visible = visible_tile(stage, real, rows, columns, True, OPTIONS)
+        k_tile, _ = isolated_keys(stage, k_tile, real)
     operand_k = dot_operand(k_tile, k_tile.dtype)
-    scores = capped(multiply(queries.q, tl.trans(operand_k), OPTIONS) * scale, OPTIONS)  # [M, N]
-    if OPTIONS.SOFTCAP > 0.0:
-        slope = cap_slope(scores, OPTIONS)
-    if bias.pointer is not None:
-        values = load_bias(bias, queries.first_row, start, tile_rows, tile_columns, mask, MASKED, OPTIONS)
-        scores = biased(scores, values, OPTIONS.NATURAL)
+    products = multiply(queries.q, tl.trans(operand_k), OPTIONS)  # [M, N]
+    scores, slope = tile_scores(
+        products, stage, scale, queries.first_row, start, tile_rows, tile_columns, MASKED, False, OPTIONS
+    )
     weights = weights_of(scores, queries.base[:, None], queries.log_sum[:, None], OPTIONS)
     v_tile = load_rows(v, start, BLOCK_N, MASKED, OPTIONS)  # [N, D]
     dweights = multiply(queries.dout, tl.trans(dot_operand(v_tile, v_tile.dtype)), OPTIONS)  # [M, N]
-    if dropout.seed is not None:
-        dweights = tl.where(keep_tile(dropout, start, rows, BLOCK_N), dweights * dropout_scale(dropout), 0.0)
-    dscores = weights * (dweights - queries.delta[:, None])
-    if OPTIONS.SOFTCAP > 0.0:
-        dscores *= slope
-    if MASKED:
-        dscores = tl.where(visible, dscores, 0.0)
-    return accumulate(dot_operand(dscores, k_tile.dtype), operand_k, dq, OPTIONS)  # [M, D]
+    dweights = dropped_gradient(stage, dweights, kept_weights(stage, start, rows, BLOCK_N))
+    dproducts = product_gradient(weights * (dweights - queries.delta[:, None]), slope, visible, MASKED, OPTIONS)
+    return accumulate(dot_operand(dproducts, k_tile.dtype), operand_k, dq, OPTIONS)  # [M, D]
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -160,10 +108,14 @@ def attention_backward_query_kernel(
     batch_head, key_head = batch * query_heads + head, head // OPTIONS.GROUP
     k = head_rows(inputs.k, batch, key_head, k_batch, k_head, k_row, key_length, OPTIONS)
     v = head_rows(inputs.v, batch, key_head, v_batch, v_head, v_row, key_length, OPTIONS)
-    mask = Mask(extras.padding, batch, extras.sequences, query_length, key_length, left, right)
-    bias = Bias(extras.bias, head_offset(batch, head, bias_batch, bias_head, OPTIONS.BIAS_ALIGNMENT), bias_row)
-    dropout = Dropout(tl.load(extras.seed) if extras.seed is not None else None, batch_head, threshold)
-    span = key_blocks(first_row, mask, OPTIONS)  # before tiles are loaded: a padding mask takes many registers
+    stage = Stage(
+        extras,
+        stage_numbers(
+            extras, batch, head, query_heads, query_length, key_length, bias_batch, bias_head, bias_row, 1,
+            left, right, threshold, OPTIONS,
+        ),
+    )  # fmt: skip
+    span = key_blocks(first_row, stage, OPTIONS)  # before tiles are loaded: a padding mask takes many registers
 
     out_rows = output_rows(backward.out, batch, head, query_heads, query_length, OPTIONS)
     dout_rows = head_rows(backward.dout, batch, head, dout_batch, dout_head, dout_row, query_length, OPTIONS)
@@ -184,13 +136,10 @@ def attention_backward_query_kernel(
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     score_scale = scale * score_unit(NATURAL)
     for key in range(span.full_start, span.full_end, OPTIONS.BLOCK_N):
-        dq = query_gradient_block(dq, queries, key, k, v, mask, bias, dropout, angles, score_scale, False, OPTIONS)
+        dq = query_gradient_block(dq, queries, key, k, v, stage, angles, score_scale, False, OPTIONS)
     for offset in tl.range(0, masked_length(span), OPTIONS.MASKED, num_stages=1):
         key = masked_position(span, offset)
-        visited = True
-        if extras.padding is not None:
-            visited = any_real(mask, key, OPTIONS.MASKED)
-        if visited:
-            dq = query_gradient_block(dq, queries, key, k, v, mask, bias, dropout, angles, score_scale, True, OPTIONS)
+        if has_keys(stage, key, OPTIONS.MASKED):
+            dq = query_gradient_block(dq, queries, key, k, v, stage, angles, score_scale, True, OPTIONS)
     target = head_rows(backward.dq, batch, head, dq_batch, dq_head, dq_row, query_length, OPTIONS)
     store_unrotated(target, dq * scale, angles, first_row, OPTIONS)

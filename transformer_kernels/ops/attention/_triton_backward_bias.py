@@ -13,18 +13,10 @@ from transformer_kernels.ops.attention._triton_backward_key import (
     load_queries,
     operands,
 )
+from transformer_kernels.ops.attention._triton_masks import has_queries, real_columns, sequence_queries
 from transformer_kernels.ops.attention._triton_rotary import Angles
-from transformer_kernels.ops.attention._triton_tile import (
-    Bias,
-    Dropout,
-    Mask,
-    head_offset,
-    head_rows,
-    load_padding,
-    load_rows,
-    score_unit,
-    sequence_range,
-)
+from transformer_kernels.ops.attention._triton_scores import Stage, numbers_of_head, score_unit, stage_numbers
+from transformer_kernels.ops.attention._triton_tile import head_rows, load_rows
 
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "batches", "bias_batches", "bias_heads"])
@@ -46,7 +38,7 @@ def attention_backward_bias_kernel(
     BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
     row_blocks = tl.cdiv(query_length, BLOCK_M)
     key_tiles = tl.cdiv(key_length, BLOCK_N)
-    own_rows = row_blocks if OPTIONS.BIAS == "full" else 1
+    own_rows = row_blocks if OPTIONS.SCORES.BIAS == "full" else 1
     program = tl.program_id(0)
     own_key, program = program % key_tiles, program // key_tiles
     own_row, program = program % own_rows, program // own_rows
@@ -57,23 +49,20 @@ def attention_backward_bias_kernel(
     splits = tl.num_programs(0) // (key_tiles * own_rows * bias_heads * bias_batches)
     share = tl.cdiv(shared, splits)
     first_key = own_key * BLOCK_N
-    if extras.sequences is not None:
-        last_key = tl.minimum(first_key + BLOCK_N, key_length) - 1
-        tokens = Mask(None, 0, extras.sequences, query_length, key_length, left, right)
-        sequences_start, sequences_end, _, _ = sequence_range(tokens, first_key, last_key)
-    seed = tl.load(extras.seed) if extras.seed is not None else None
+    numbers = stage_numbers(
+        extras, 0, 0, query_heads, query_length, key_length, bias_batch, bias_head, bias_row, 1,
+        left, right, threshold, OPTIONS,
+    )  # fmt: skip
+    first_query, end_query = sequence_queries(Stage(extras, numbers), first_key, OPTIONS)
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for index in tl.range(split * share, tl.minimum((split + 1) * share, shared), num_stages=1):
         first_row = (own_row + index % shared_rows) * BLOCK_M
         index = index // shared_rows
         head, batch = own_head + index % shared_heads, own_batch + index // shared_heads
-        visited = True
-        if extras.sequences is not None:
-            visited = (first_row < sequences_end) & (first_row + BLOCK_M > sequences_start)
-        if visited:
+        if has_queries(Stage(extras, numbers), first_row, first_query, end_query, OPTIONS):
             batch_head, key_head = batch * query_heads + head, head // OPTIONS.GROUP
             row_offset = tl.cast(batch_head, tl.int64) * query_length
-            mask = Mask(extras.padding, batch, extras.sequences, query_length, key_length, left, right)
+            stage = Stage(extras, numbers_of_head(numbers, batch, head, query_heads, bias_batch, bias_head, OPTIONS))
             source = QuerySource(
                 head_rows(inputs.q, batch, head, q_batch, q_head, q_row, query_length, OPTIONS),
                 head_rows(backward.dout, batch, head, dout_batch, dout_head, dout_row, query_length, OPTIONS),
@@ -81,26 +70,22 @@ def attention_backward_bias_kernel(
                 backward.delta + row_offset,
                 Angles(None, None, 0),
             )
-            queries = load_queries(source, first_row, mask, BLOCK_M, True, OPTIONS)
+            queries = load_queries(source, first_row, query_length, BLOCK_M, True, OPTIONS)
             k_rows = head_rows(inputs.k, batch, key_head, k_batch, k_head, k_row, key_length, OPTIONS)
             v_rows = head_rows(inputs.v, batch, key_head, v_batch, v_head, v_row, key_length, OPTIONS)
             k = load_rows(k_rows, first_key, BLOCK_N, True, OPTIONS)  # [N, D]
             v = load_rows(v_rows, first_key, BLOCK_N, True, OPTIONS)  # [N, D]
-            real = None
-            if extras.padding is not None:
-                real = load_padding(mask, first_key + tl.arange(0, BLOCK_N))
+            real = real_columns(stage, first_key + tl.arange(0, BLOCK_N))
             keys = Keys(dot_operand(k, k.dtype), dot_operand(v, v.dtype), real, first_key)
             _, dscores, _ = key_gradient_block(
-                KeyGradient(0.0, 0.0), keys, operands(queries), mask,
-                Bias(extras.bias, head_offset(batch, head, bias_batch, bias_head, OPTIONS.BIAS_ALIGNMENT), bias_row),
-                Dropout(seed, batch_head, threshold), scale * score_unit(OPTIONS.NATURAL), True, False, True, k.dtype,
-                OPTIONS,
+                KeyGradient(0.0, 0.0), keys, operands(queries), stage, scale * score_unit(OPTIONS.NATURAL),
+                True, False, True, k.dtype, OPTIONS,
             )  # [N, M]  # fmt: skip
             total += dscores
 
     rows, keys = own_row * BLOCK_M + tl.arange(0, BLOCK_M), first_key + tl.arange(0, BLOCK_N)
     tile = tl.cast((split * bias_batches + own_batch) * bias_heads + own_head, tl.int64)
-    if OPTIONS.BIAS == "full":
+    if OPTIONS.SCORES.BIAS == "full":
         pointers = dbias_pointer + (tile * query_length + rows[None, :]) * key_length + keys[:, None]
         inside = (rows < query_length)[None, :] & (keys < key_length)[:, None]
         tl.store(pointers, from_fp32(total, dbias_pointer.dtype.element_ty), mask=inside)

@@ -6,39 +6,40 @@ import triton
 import triton.language as tl
 
 from transformer_kernels.backends.triton_language import dot_operand
-from transformer_kernels.ops.attention._triton_backward import (
-    UNSPECIALIZED,
-    Queries,
-    cap_slope,
-    load_base,
-    load_statistic,
-    weights_of,
-)
-from transformer_kernels.ops.attention._triton_rotary import Angles, first_token, load_rotated, store_unrotated
-from transformer_kernels.ops.attention._triton_tile import (
-    Bias,
-    Dropout,
-    Mask,
-    accumulate,
-    biased,
-    capped,
-    dropout_scale,
-    finite_rows,
-    head_offset,
-    head_rows,
-    keep_tile,
-    load_bias,
-    load_padding,
-    load_rows,
+from transformer_kernels.ops.attention._triton_backward import UNSPECIALIZED, Queries
+from transformer_kernels.ops.attention._triton_masks import (
+    isolated_padding,
+    isolated_queries,
     masked_length,
     masked_position,
-    multiply,
     query_blocks,
+    read_length,
+    real_columns,
+    visible_tile,
+)
+from transformer_kernels.ops.attention._triton_rotary import Angles, first_token, load_rotated, store_unrotated
+from transformer_kernels.ops.attention._triton_scores import (
+    Stage,
+    dropout_scale,
+    dropped,
+    dropped_gradient,
+    kept_weights,
+    load_base,
+    load_statistic,
+    numbers_of_head,
+    product_gradient,
     score_unit,
+    stage_numbers,
+    tile_scores,
+    weights_of,
+)
+from transformer_kernels.ops.attention._triton_tile import (
+    accumulate,
+    head_rows,
+    load_rows,
+    multiply,
     store_rows,
     tile_of_program,
-    visible_pairs,
-    within_sequence,
 )
 
 
@@ -47,7 +48,7 @@ class Keys(NamedTuple):
 
     k: Any  # [N, D]
     v: Any  # [N, D]
-    real: Any  # [N], False for padding, or None
+    real: Any  # [N], False for padding
     first_key: Any
 
 
@@ -69,13 +70,13 @@ class QuerySource(NamedTuple):
 
 
 @triton.jit
-def load_queries(source, first_row, mask, ROWS: tl.constexpr, BOUNDED: tl.constexpr, OPTIONS: tl.constexpr):
+def load_queries(source, first_row, query_length, ROWS: tl.constexpr, BOUNDED: tl.constexpr, OPTIONS: tl.constexpr):
     """The queries [first_row, first_row + ROWS)."""
     rows = first_row + tl.arange(0, ROWS)
     q = load_rotated(source.q, source.angles, first_row, ROWS, BOUNDED, OPTIONS)  # [M, D]
     dout = load_rows(source.dout, first_row, ROWS, BOUNDED, OPTIONS)  # [M, D]
-    base, log_sum = load_base(source.statistics, rows, mask.query_length, BOUNDED, OPTIONS)
-    delta = load_statistic(source.delta, rows, mask.query_length, 0.0, BOUNDED)
+    base, log_sum = load_base(source.statistics, rows, query_length, BOUNDED, OPTIONS)
+    delta = load_statistic(source.delta, rows, query_length, 0.0, BOUNDED)
     return Queries(q, dout, base, log_sum, delta, first_row)
 
 
@@ -88,81 +89,68 @@ def operands(queries):
 
 @triton.jit
 def key_gradient_block(
-    gradient, keys, queries, mask, bias, dropout, scale,
+    gradient, keys, queries, stage, scale,
     MASKED: tl.constexpr, WHOLE_ROWS: tl.constexpr, SCORES_ONLY: tl.constexpr, DTYPE: tl.constexpr,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """Accumulate the contribution of one query block to dk and dv of a key tile, unless SCORES_ONLY.
 
-    Also returns delta and dS [N, M]: with respect to scores before the softcap, with SCORES_ONLY after it. Tiles are
-    transposed, keys first, so that weights and dS are left operands of the next product without a conversion.
+    Also returns delta and dS [N, M]: with respect to products, with SCORES_ONLY to scores. Tiles are transposed, keys
+    first, so that weights and dS are left operands of the next product without a conversion.
 
     With WHOLE_ROWS the tile contains all keys and `delta` is -dlse on entry: the mean of dP under the weights is added,
     which needs no `out`, and the weights are normalised again to remove the rounding of scores."""
+    PADDED: tl.constexpr = WHOLE_ROWS or SCORES_ONLY  # else rows of padding are not stored
+    SCREENED: tl.constexpr = stage.inputs.sequences is not None or (PADDED and stage.inputs.padding is not None)
     tile_rows = tl.arange(0, queries.q.shape[0])[None, :]
     tile_columns = tl.arange(0, keys.k.shape[0])[:, None]
     rows, columns = queries.first_row + tile_rows, keys.first_key + tile_columns
-    scores = capped(multiply(keys.k, tl.trans(queries.q), OPTIONS) * scale, OPTIONS)  # [N, M]
-    if OPTIONS.SOFTCAP > 0.0 and not SCORES_ONLY:
-        slope = cap_slope(scores, OPTIONS)
-    if bias.pointer is not None:
-        values = load_bias(bias, queries.first_row, keys.first_key, tile_rows, tile_columns, mask, True, OPTIONS)
-        scores = biased(scores, values, OPTIONS.NATURAL)
+    products = multiply(keys.k, tl.trans(queries.q), OPTIONS)  # [N, M]
+    scores, slope = tile_scores(
+        products, stage, scale, queries.first_row, keys.first_key, tile_rows, tile_columns, True, False, OPTIONS
+    )
+    if SCORES_ONLY:
+        slope = 1.0
     weights = weights_of(scores, queries.base[None, :], queries.log_sum[None, :], OPTIONS)
     delta = queries.delta
+    visible = rows >= 0
     if MASKED:
-        visible = visible_pairs(rows, columns, mask, OPTIONS)
-        if mask.sequences is not None:
-            visible = visible & within_sequence(mask, columns, rows)
-        if keys.real is not None:
-            visible = visible & keys.real[:, None]
+        visible = visible_tile(stage, keys.real[:, None], rows, columns, PADDED, OPTIONS)
         weights = tl.where(visible, weights, 0.0)
     if WHOLE_ROWS:
         weight_sum = tl.sum(weights, 0)  # 1 up to the rounding of scores, or 0
         weights *= (1.0 / tl.where(weight_sum == 0.0, 1.0, weight_sum))[None, :]
-    kept_weights = weights
-    if dropout.seed is not None:
-        keep = tl.trans(keep_tile(dropout, keys.first_key, tl.trans(rows), keys.k.shape[0]))
-        kept_weights = tl.where(keep, weights, 0.0)
+    kept = tl.trans(kept_weights(stage, keys.first_key, tl.trans(rows), keys.k.shape[0]))
     dk, dv = gradient.dk, gradient.dv
     if not SCORES_ONLY:
-        dv = accumulate(dot_operand(kept_weights, DTYPE), queries.dout, dv, OPTIONS)  # [N, D]
+        dv = accumulate(dot_operand(dropped(stage, weights, kept), DTYPE), queries.dout, dv, OPTIONS)  # [N, D]
     dweights = multiply(keys.v, tl.trans(queries.dout), OPTIONS)  # [N, M]
-    if dropout.seed is not None:
-        dweights = tl.where(keep, dweights * dropout_scale(dropout), 0.0)
+    dweights = dropped_gradient(stage, dweights, kept)
     if WHOLE_ROWS:
         mean = tl.sum(weights * dweights, 0)
         if OPTIONS.NATURAL:  # correct the rounding of this sum, an error common to all keys of a query
             mean += tl.sum(weights * (dweights - mean[None, :]), 0)
         delta += mean
-    dscores = weights * (dweights - delta[None, :])
-    if OPTIONS.SOFTCAP > 0.0 and not SCORES_ONLY:
-        dscores *= slope
-    if MASKED and not WHOLE_ROWS and (mask.sequences is not None or keys.real is not None):
-        dscores = tl.where(visible, dscores, 0.0)  # v or delta may be NaN where the weight is 0
+    HIDE: tl.constexpr = MASKED and not WHOLE_ROWS and SCREENED  # v or delta may be NaN where the weight is 0
+    dproducts = product_gradient(weights * (dweights - delta[None, :]), slope, visible, HIDE, OPTIONS)
     if not SCORES_ONLY:
-        dk = accumulate(dot_operand(dscores, DTYPE), queries.q, dk, OPTIONS)
-    return KeyGradient(dk, dv), dscores, delta
+        dk = accumulate(dot_operand(dproducts, DTYPE), queries.q, dk, OPTIONS)
+    return KeyGradient(dk, dv), dproducts, delta
 
 
 @triton.jit
-def accumulate_queries(
-    gradient, keys, source, first_row, mask, bias, dropout, scale, MASKED: tl.constexpr, OPTIONS: tl.constexpr
-):
+def accumulate_queries(gradient, keys, source, first_row, stage, scale, MASKED: tl.constexpr, OPTIONS: tl.constexpr):
     """Load the query block at `first_row` and accumulate its contribution to dk and dv."""
     BLOCK_M: tl.constexpr = OPTIONS.MASKED if MASKED else OPTIONS.BLOCK_M
-    queries = load_queries(source, first_row, mask, BLOCK_M, MASKED, OPTIONS)
-    if MASKED and mask.sequences is not None:  # non-finite values reach only keys of their own sequence
-        rows = (first_row + tl.arange(0, BLOCK_M))[None, :]
-        columns = (keys.first_key + tl.arange(0, OPTIONS.BLOCK_N))[:, None]
-        q, q_trace = finite_rows(queries.q)
-        dout, dout_trace = finite_rows(queries.dout)
-        traces = tl.where(within_sequence(mask, columns, rows), (q_trace + dout_trace)[None, :], 0.0)
-        trace = tl.sum(traces, 1)[:, None]
-        gradient = KeyGradient(gradient.dk + trace, gradient.dv + trace)
+    queries = load_queries(source, first_row, stage.numbers.query_length, BLOCK_M, MASKED, OPTIONS)
+    if MASKED:
+        q, dout, dk, dv = isolated_queries(
+            stage, queries.q, queries.dout, gradient.dk, gradient.dv, first_row, keys.first_key
+        )
+        gradient = KeyGradient(dk, dv)
         queries = Queries(q, dout, queries.base, queries.log_sum, queries.delta, first_row)
     gradient, _, _ = key_gradient_block(
-        gradient, keys, operands(queries), mask, bias, dropout, scale, MASKED, False, False, queries.q.dtype, OPTIONS
+        gradient, keys, operands(queries), stage, scale, MASKED, False, False, queries.q.dtype, OPTIONS
     )
     return gradient
 
@@ -188,25 +176,23 @@ def attention_backward_key_kernel(
     block, batch_head = tile_of_program(tl.cdiv(key_length, BLOCK_N), section)
     batch, key_head = batch_head // key_heads, batch_head % key_heads
     first_key = block * BLOCK_N
-    mask = Mask(extras.padding, batch, extras.sequences, query_length, key_length, left, right)
-    seed = tl.load(extras.seed) if extras.seed is not None else None
-    read = key_length
-    if extras.padding is not None:
-        real = load_padding(mask, first_key + tl.arange(0, BLOCK_N))
-        read = tl.where(tl.max(real.to(tl.int32), 0) > 0, key_length, 0)  # all padding: keys are not read
+    numbers = stage_numbers(
+        extras, batch, key_head, query_heads, query_length, key_length, bias_batch, bias_head, bias_row, 1,
+        left, right, threshold, OPTIONS,
+    )  # fmt: skip
+    keys_stage = Stage(extras, numbers)
+    real = real_columns(keys_stage, first_key + tl.arange(0, BLOCK_N))
+    read = read_length(keys_stage, real)
     k_rows = head_rows(inputs.k, batch, key_head, k_batch, k_head, k_row, read, OPTIONS)
     v_rows = head_rows(inputs.v, batch, key_head, v_batch, v_head, v_row, read, OPTIONS)
     angles = Angles(extras.cos, extras.sin, first_token(batch, key_length, OPTIONS))
     k = load_rotated(k_rows, angles, first_key, BLOCK_N, True, OPTIONS)  # [N, D]
     v = load_rows(v_rows, first_key, BLOCK_N, True, OPTIONS)  # [N, D]
-    keys = Keys(dot_operand(k, k.dtype), dot_operand(v, v.dtype), None, first_key)
+    keys = Keys(dot_operand(k, k.dtype), dot_operand(v, v.dtype), real, first_key)
     zeros = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     gradient = KeyGradient(zeros, zeros)
-    span = query_blocks(first_key, mask, OPTIONS)
-    masked_rows, full_end = masked_length(span), span.full_end
-    if extras.padding is not None:  # all padding: no queries
-        masked_rows = tl.where(read == 0, 0, masked_rows)
-        full_end = tl.where(read == 0, span.full_start, full_end)
+    span = query_blocks(first_key, read, keys_stage, OPTIONS)
+    masked_rows = masked_length(span)
     for member in range(OPTIONS.GROUP):
         head = key_head * OPTIONS.GROUP + member
         query_batch_head = batch * query_heads + head
@@ -218,16 +204,14 @@ def attention_backward_key_kernel(
             backward.delta + row_offset,
             angles,
         )
-        bias = Bias(extras.bias, head_offset(batch, head, bias_batch, bias_head, OPTIONS.BIAS_ALIGNMENT), bias_row)
-        dropout = Dropout(seed, query_batch_head, threshold)
-        for row in range(span.full_start, full_end, OPTIONS.BLOCK_M):
-            gradient = accumulate_queries(gradient, keys, source, row, mask, bias, dropout, score_scale, False, OPTIONS)
+        stage = Stage(extras, numbers_of_head(numbers, batch, head, query_heads, bias_batch, bias_head, OPTIONS))
+        for row in range(span.full_start, span.full_end, OPTIONS.BLOCK_M):
+            gradient = accumulate_queries(gradient, keys, source, row, stage, score_scale, False, OPTIONS)
         for offset in tl.range(0, masked_rows, OPTIONS.MASKED, num_stages=1):
             row = masked_position(span, offset)
-            gradient = accumulate_queries(gradient, keys, source, row, mask, bias, dropout, score_scale, True, OPTIONS)
-    dk, dv = gradient.dk * scale, gradient.dv * dropout_scale(Dropout(seed, 0, threshold))
-    if extras.padding is not None:
-        dk, dv = tl.where(real[:, None], dk, 0.0), tl.where(real[:, None], dv, 0.0)
+            gradient = accumulate_queries(gradient, keys, source, row, stage, score_scale, True, OPTIONS)
+    dk, dv = gradient.dk * scale, gradient.dv * dropout_scale(keys_stage)
+    dk, dv = isolated_padding(keys_stage, dk, real), isolated_padding(keys_stage, dv, real)
     for_dk = head_rows(backward.dk, batch, key_head, dkv_batch, dkv_head, dkv_row, key_length, OPTIONS)
     for_dv = head_rows(backward.dv, batch, key_head, dkv_batch, dkv_head, dkv_row, key_length, OPTIONS)
     store_unrotated(for_dk, dk, angles, first_key, OPTIONS)

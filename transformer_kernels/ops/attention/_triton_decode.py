@@ -3,37 +3,28 @@
 import triton
 import triton.language as tl
 
-from transformer_kernels.backends.triton_language import dot_operand, from_fp32, to_fp32
+from transformer_kernels.backends.triton_language import dot_operand, from_fp32
 from transformer_kernels.ops.attention._triton_forward import (
     SIZES,
     STRIDES,
     Softmax,
     finish_rows,
-    positive,
     store_row_results,
     weigh,
 )
-from transformer_kernels.ops.attention._triton_tile import (
-    SCANNED,
-    Dropout,
-    Mask,
-    accumulate,
-    biased,
-    capped,
+from transformer_kernels.ops.attention._triton_masks import isolated_keys, real_columns, split_range, visible_tile
+from transformer_kernels.ops.attention._triton_scores import (
+    Stage,
     dropout_scale,
+    dropped,
     exponential,
-    head_rows,
-    keep_tile,
-    load_padding,
-    load_rows,
-    multiply,
-    scan_keys,
-    score_unit,
-    visible_keys,
-    visible_pairs,
-    wide,
-    without_padding,
+    kept_weights,
+    oriented,
+    remaining_scale,
+    stage_numbers,
+    tile_scores,
 )
+from transformer_kernels.ops.attention._triton_tile import accumulate, head_rows, load_rows, multiply, wide
 
 
 @triton.jit(do_not_specialize=[*SIZES, *STRIDES, "split_keys", "bias_column"])
@@ -61,58 +52,43 @@ def attention_decode_kernel(
     split, batch_key_head = tl.program_id(1), tl.program_id(0)
     batch, key_head = batch_key_head // key_heads, batch_key_head % key_heads
     indices = tl.arange(0, BLOCK_M)
-    heads, rows = (key_head * OPTIONS.GROUP + indices // query_length)[:, None], (indices % query_length)[:, None]
+    member = tl.minimum(indices // query_length, OPTIONS.GROUP - 1)  # rows that do not exist read the last head's
+    heads, rows = (key_head * OPTIONS.GROUP + member)[:, None], (indices % query_length)[:, None]
     exists = indices < OPTIONS.GROUP * query_length
     columns_d = tl.arange(0, OPTIONS.BLOCK_D)[None, :]
     inside = exists[:, None] & (columns_d < OPTIONS.HEAD_DIM)
     k_rows = head_rows(inputs.k, batch, key_head, k_batch, k_head, k_row, key_length, OPTIONS)
     v_rows = head_rows(inputs.v, batch, key_head, v_batch, v_head, v_row, key_length, OPTIONS)
-    mask = Mask(extras.padding, batch, None, query_length, key_length, left, right)
-    seed = tl.load(extras.seed) if extras.seed is not None else None
-    dropout = Dropout(seed, batch * query_heads + heads, threshold)
+    stage = Stage(
+        extras,
+        stage_numbers(
+            extras, batch, heads, query_heads, query_length, key_length, bias_batch, bias_head, bias_row, bias_column,
+            left, right, threshold, OPTIONS,
+        ),
+    )  # fmt: skip
     q_pointers = inputs.q + batch * wide(q_batch, 1) + heads * wide(q_head, 1) + rows * wide(q_row, 1) + columns_d
     q = tl.load(q_pointers, mask=inside, other=0.0)  # [M, D]
-    q = dot_operand(q, q.dtype)
-    scale = positive(scale * score_unit(NATURAL))
-    if OPTIONS.NEGATE:
-        q = -q
+    q, scale = oriented(dot_operand(q, q.dtype), scale, OPTIONS)
     row_max, row_sum = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
     softmax = Softmax(tl.zeros([BLOCK_M, BLOCK_D], tl.float32), row_max, row_sum)
-    start, end, _, _ = visible_keys(0, query_length - 1, mask, OPTIONS)
-    start = tl.maximum(start // BLOCK_N * BLOCK_N, split * split_keys)
-    end = tl.minimum(end, (split + 1) * split_keys)
-    if extras.padding is not None:
-        first_real, end_real, _ = scan_keys(mask, start, end, SCANNED)  # a split has few keys
-        start, end = tl.maximum(start, first_real // BLOCK_N * BLOCK_N), tl.minimum(end, end_real)
+    start, end = split_range(split * split_keys, split_keys, stage, OPTIONS)
     for first_key in range(start, end, BLOCK_N):
-        keys = (first_key + tl.arange(0, BLOCK_N))[None, :]
-        visible = visible_pairs(rows, keys, mask, OPTIONS)
+        columns = tl.arange(0, BLOCK_N)[None, :]
+        real = real_columns(stage, first_key + columns)
+        visible = visible_tile(stage, real, rows, first_key + columns, True, OPTIONS)
         k = load_rows(k_rows, first_key, BLOCK_N, True, OPTIONS)  # [N, D]
-        v = load_rows(v_rows, first_key, BLOCK_N, True, OPTIONS)  # [N, D]
-        if extras.padding is not None:
-            real = load_padding(mask, keys)
-            visible = visible & real
-            v = without_padding(v, real)
-        scores = multiply(q, tl.trans(dot_operand(k, k.dtype)), OPTIONS)  # [M, N]
-        factor = scale
-        if OPTIONS.SOFTCAP > 0.0 or extras.bias is not None:
-            scores = capped(scores * scale, OPTIONS)
-            factor = 1.0
-        if extras.bias is not None:
-            bias_pointers = extras.bias + batch * wide(bias_batch, 1) + heads * wide(bias_head, 1)
-            bias_pointers += rows * wide(bias_row, 1) + keys * wide(bias_column, 1)
-            bias = tl.load(bias_pointers, mask=exists[:, None] & (keys < key_length), other=0.0)
-            scores = biased(scores, to_fp32(bias), NATURAL)
+        v, _ = isolated_keys(stage, load_rows(v_rows, first_key, BLOCK_N, True, OPTIONS), real)  # [N, D]
+        products = multiply(q, tl.trans(dot_operand(k, k.dtype)), OPTIONS)  # [M, N]
+        scores, _ = tile_scores(products, stage, scale, 0, first_key, rows, columns, True, True, OPTIONS)
         scores = tl.where(visible, scores, float("-inf"))
-        weights, softmax = weigh(scores, factor, softmax, True, NATURAL)
-        if dropout.seed is not None:
-            weights = tl.where(keep_tile(dropout, first_key, rows, BLOCK_N), weights, 0.0)
+        weights, softmax = weigh(scores, remaining_scale(scale, OPTIONS), softmax, True, NATURAL)
+        weights = dropped(stage, weights, kept_weights(stage, first_key, rows, BLOCK_N))
         weights, v = dot_operand(weights, v.dtype), dot_operand(v, v.dtype)
         softmax = Softmax(accumulate(weights, v, softmax.total, OPTIONS), softmax.row_max, softmax.row_sum)
 
     first_row = (tl.cast(batch, tl.int64) * query_heads + key_head * OPTIONS.GROUP) * query_length
     if partial_pointer is None:
-        out, lse, row_max, log_sum = finish_rows(softmax, dropout_scale(dropout), NATURAL)
+        out, lse, row_max, log_sum = finish_rows(softmax, dropout_scale(stage), NATURAL)
         out_pointers = (tl.cast(batch, tl.int64) * query_length + rows) * query_heads + heads
         out_pointers = out_pointer + out_pointers * OPTIONS.HEAD_DIM + columns_d
         tl.store(out_pointers, from_fp32(out, out_pointer.dtype.element_ty), mask=inside)

@@ -6,35 +6,37 @@ import triton
 import triton.language as tl
 
 from transformer_kernels.backends.triton_language import LN_2, dot_operand
-from transformer_kernels.ops.attention._triton_rotary import Angles, first_token, load_rotated
-from transformer_kernels.ops.attention._triton_tile import (
-    Bias,
-    Dropout,
-    Mask,
-    accumulate,
-    any_real,
-    biased,
-    capped,
-    dropout_scale,
-    exponential,
-    finite_rows,
-    head_offset,
-    head_rows,
-    keep_tile,
+from transformer_kernels.ops.attention._triton_masks import (
+    add_trace,
+    has_keys,
+    isolated_keys,
     key_blocks,
-    load_bias,
-    load_padding,
-    load_rows,
     masked_length,
     masked_position,
+    query_tile_of_program,
+    real_columns,
+    visible_tile,
+)
+from transformer_kernels.ops.attention._triton_rotary import Angles, first_token, load_rotated
+from transformer_kernels.ops.attention._triton_scores import (
+    Stage,
+    dropout_scale,
+    dropped,
+    exponential,
+    kept_weights,
+    oriented,
+    remaining_scale,
+    score_unit,
+    stage_numbers,
+    tile_scores,
+)
+from transformer_kernels.ops.attention._triton_tile import (
+    accumulate,
+    head_rows,
+    load_rows,
     multiply,
     output_rows,
-    query_tile_of_program,
-    score_unit,
     store_rows,
-    visible_pairs,
-    within_sequence,
-    without_padding,
 )
 
 SIZES = ["query_heads", "query_length", "key_length", "left", "right", "threshold", "section"]
@@ -48,12 +50,6 @@ class Softmax(NamedTuple):
     total: Any  # [M, D]
     row_max: Any  # [M]
     row_sum: Any  # [M]
-
-
-@triton.jit
-def positive(scale):
-    """|scale|, at least the smallest normal number: a maximum and -inf are preserved only by a positive factor."""
-    return tl.maximum(tl.abs(scale), 1e-37)
 
 
 @triton.jit
@@ -93,7 +89,7 @@ def store_row_results(lse_pointer, statistics_pointer, lse, row_max, log_sum, ba
 
 @triton.jit
 def attend_block(
-    softmax, q, first_row, start, k, v, mask, bias, dropout, angles, scale,
+    softmax, q, first_row, start, k, v, stage, angles, scale,
     MASKED: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """Accumulate the key block at `start` into the running softmax of a query tile."""
@@ -105,32 +101,21 @@ def attend_block(
     rows, columns = first_row + tile_rows, start + tile_columns
     total = softmax.total
     if MASKED:
-        visible = visible_pairs(rows, columns, mask, OPTIONS)
-        v_tile = load_rows(v, start, BLOCK_N, True, OPTIONS)  # [N, D]
-        if mask.padding is not None:
-            real = load_padding(mask, columns)
-            visible = visible & real
-            v_tile = without_padding(v_tile, real)
-        if mask.sequences is not None:  # non-finite values reach only queries of their own sequence
-            visible = visible & within_sequence(mask, rows, columns)
-            v_tile, trace = finite_rows(v_tile)
-            total += tl.sum(tl.where(visible, trace[None, :], 0.0), 1)[:, None]
+        real = real_columns(stage, columns)
+        visible = visible_tile(stage, real, rows, columns, True, OPTIONS)
+        v_tile, trace = isolated_keys(stage, load_rows(v, start, BLOCK_N, True, OPTIONS), real)  # [N, D]
+        total = add_trace(stage, total, trace, visible)
     k_tile = load_rotated(k, angles, start, BLOCK_N, MASKED, OPTIONS)  # [N, D]
-    scores = multiply(q, tl.trans(dot_operand(k_tile, k_tile.dtype)), OPTIONS)  # [M, N]
-    if OPTIONS.SOFTCAP > 0.0 or bias.pointer is not None:
-        scores = capped(scores * scale, OPTIONS)
-        scale = 1.0
-    if bias.pointer is not None:
-        values = load_bias(bias, first_row, start, tile_rows, tile_columns, mask, MASKED, OPTIONS)
-        scores = biased(scores, values, NATURAL)
+    products = multiply(q, tl.trans(dot_operand(k_tile, k_tile.dtype)), OPTIONS)  # [M, N]
+    scores, _ = tile_scores(products, stage, scale, first_row, start, tile_rows, tile_columns, MASKED, True, OPTIONS)
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
     else:
         v_tile = load_rows(v, start, BLOCK_N, False, OPTIONS)  # [N, D]
-    SAFE: tl.constexpr = MASKED or bias.pointer is not None
-    weights, softmax = weigh(scores, scale, Softmax(total, softmax.row_max, softmax.row_sum), SAFE, NATURAL)
-    if dropout.seed is not None:
-        weights = tl.where(keep_tile(dropout, start, rows, BLOCK_N), weights, 0.0)
+    softmax = Softmax(total, softmax.row_max, softmax.row_sum)
+    SAFE: tl.constexpr = MASKED or OPTIONS.SCORES.HIDES
+    weights, softmax = weigh(scores, remaining_scale(scale, OPTIONS), softmax, SAFE, NATURAL)
+    weights = dropped(stage, weights, kept_weights(stage, start, rows, BLOCK_N))
     weights, v_tile = dot_operand(weights, v_tile.dtype), dot_operand(v_tile, v_tile.dtype)
     return Softmax(accumulate(weights, v_tile, softmax.total, OPTIONS), softmax.row_max, softmax.row_sum)
 
@@ -155,29 +140,27 @@ def attention_forward_kernel(
     batch_head, key_head = batch * query_heads + head, head // OPTIONS.GROUP
     k = head_rows(inputs.k, batch, key_head, k_batch, k_head, k_row, key_length, OPTIONS)
     v = head_rows(inputs.v, batch, key_head, v_batch, v_head, v_row, key_length, OPTIONS)
-    mask = Mask(extras.padding, batch, extras.sequences, query_length, key_length, left, right)
-    bias = Bias(extras.bias, head_offset(batch, head, bias_batch, bias_head, OPTIONS.BIAS_ALIGNMENT), bias_row)
-    dropout = Dropout(tl.load(extras.seed) if extras.seed is not None else None, batch_head, threshold)
+    stage = Stage(
+        extras,
+        stage_numbers(
+            extras, batch, head, query_heads, query_length, key_length, bias_batch, bias_head, bias_row, 1,
+            left, right, threshold, OPTIONS,
+        ),
+    )  # fmt: skip
     queries = head_rows(inputs.q, batch, head, q_batch, q_head, q_row, query_length, OPTIONS)
     angles = Angles(extras.cos, extras.sin, first_token(batch, query_length, OPTIONS))
     q = load_rotated(queries, angles, first_row, BLOCK_M, True, OPTIONS)  # [M, D]
-    q = dot_operand(q, q.dtype)
-    scale = positive(scale * score_unit(OPTIONS.NATURAL))
-    if OPTIONS.NEGATE:
-        q = -q
+    q, scale = oriented(dot_operand(q, q.dtype), scale, OPTIONS)
     row_max, row_sum = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
     softmax = Softmax(tl.zeros([BLOCK_M, BLOCK_D], tl.float32), row_max, row_sum)
-    span = key_blocks(first_row, mask, OPTIONS)
+    span = key_blocks(first_row, stage, OPTIONS)
     for key in range(span.full_start, span.full_end, OPTIONS.BLOCK_N):
-        softmax = attend_block(softmax, q, first_row, key, k, v, mask, bias, dropout, angles, scale, False, OPTIONS)
+        softmax = attend_block(softmax, q, first_row, key, k, v, stage, angles, scale, False, OPTIONS)
     for offset in tl.range(0, masked_length(span), OPTIONS.MASKED, num_stages=1):
         key = masked_position(span, offset)
-        visited = True
-        if extras.padding is not None:
-            visited = any_real(mask, key, OPTIONS.MASKED)
-        if visited:
-            softmax = attend_block(softmax, q, first_row, key, k, v, mask, bias, dropout, angles, scale, True, OPTIONS)
-    out, lse, row_max, log_sum = finish_rows(softmax, dropout_scale(dropout), OPTIONS.NATURAL)
+        if has_keys(stage, key, OPTIONS.MASKED):
+            softmax = attend_block(softmax, q, first_row, key, k, v, stage, angles, scale, True, OPTIONS)
+    out, lse, row_max, log_sum = finish_rows(softmax, dropout_scale(stage), OPTIONS.NATURAL)
     store_rows(output_rows(out_pointer, batch, head, query_heads, query_length, OPTIONS), out, first_row, OPTIONS)
     rows = first_row + tl.arange(0, BLOCK_M)
     exists = rows < query_length

@@ -8,31 +8,24 @@ import triton
 import triton.language as tl
 
 from transformer_kernels.backends.triton_language import dot_operand
-from transformer_kernels.ops.attention._triton_backward import UNSPECIALIZED, Queries, load_base
+from transformer_kernels.ops.attention._triton_backward import UNSPECIALIZED, Queries
 from transformer_kernels.ops.attention._triton_backward_key import KeyGradient, Keys, key_gradient_block, operands
 from transformer_kernels.ops.attention._triton_forward import Softmax, finish_rows, store_row_results
+from transformer_kernels.ops.attention._triton_masks import isolated_keys, isolated_padding, real_columns, visible_tile
 from transformer_kernels.ops.attention._triton_rotary import Angles, first_token, load_rotated, store_unrotated
-from transformer_kernels.ops.attention._triton_tile import (
-    Bias,
-    Dropout,
-    Mask,
-    biased,
-    capped,
+from transformer_kernels.ops.attention._triton_scores import (
+    Stage,
     dropout_scale,
+    dropped,
     exponential,
-    head_offset,
-    head_rows,
-    keep_tile,
-    load_bias,
-    load_padding,
-    load_rows,
-    multiply,
-    output_rows,
+    kept_weights,
+    load_base,
+    numbers_of_head,
     score_unit,
-    store_rows,
-    visible_pairs,
-    without_padding,
+    stage_numbers,
+    tile_scores,
 )
+from transformer_kernels.ops.attention._triton_tile import head_rows, load_rows, multiply, output_rows, store_rows
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -64,27 +57,27 @@ def attention_short_forward_kernel(
     angles = Angles(extras.cos, extras.sin, first_token(batch, query_length, OPTIONS))
     q = load_rotated(q_rows, angles, first_row, BLOCK_M, True, OPTIONS)  # [M, D]
     k = load_rotated(k_rows, angles, 0, BLOCK_N, True, OPTIONS)  # [N, D]
-    v = load_rows(v_rows, 0, BLOCK_N, True, OPTIONS)  # [N, D]
-    mask = Mask(extras.padding, batch, None, query_length, key_length, left, right)
-    visible = visible_pairs(first_row + tile_rows, tile_columns, mask, OPTIONS)
-    if extras.padding is not None:
-        real = load_padding(mask, tile_columns)
-        visible = visible & real
-        v = without_padding(v, real)
-    scores = multiply(dot_operand(q, q.dtype), tl.trans(dot_operand(k, k.dtype)), OPTIONS)  # [M, N]
-    scores = capped(scores * (scale * score_unit(NATURAL)), OPTIONS)
-    if extras.bias is not None:
-        bias = Bias(extras.bias, head_offset(batch, head, bias_batch, bias_head, OPTIONS.BIAS_ALIGNMENT), bias_row)
-        scores = biased(scores, load_bias(bias, first_row, 0, tile_rows, tile_columns, mask, True, OPTIONS), NATURAL)
+    stage = Stage(
+        extras,
+        stage_numbers(
+            extras, batch, head, query_heads, query_length, key_length, bias_batch, bias_head, bias_row, 1,
+            left, right, threshold, OPTIONS,
+        ),
+    )  # fmt: skip
+    real = real_columns(stage, tile_columns)
+    visible = visible_tile(stage, real, first_row + tile_rows, tile_columns, True, OPTIONS)
+    v, _ = isolated_keys(stage, load_rows(v_rows, 0, BLOCK_N, True, OPTIONS), real)  # [N, D]
+    products = multiply(dot_operand(q, q.dtype), tl.trans(dot_operand(k, k.dtype)), OPTIONS)  # [M, N]
+    scores, _ = tile_scores(
+        products, stage, scale * score_unit(NATURAL), first_row, 0, tile_rows, tile_columns, True, False, OPTIONS
+    )
     scores = tl.where(visible, scores, float("-inf"))
     row_max = tl.max(scores, 1)
     weights = exponential(scores - tl.where(row_max == float("-inf"), 0.0, row_max)[:, None], NATURAL)
     row_sum = tl.sum(weights, 1)
-    dropout = Dropout(tl.load(extras.seed) if extras.seed is not None else None, batch_head, threshold)
-    if extras.seed is not None:
-        weights = tl.where(keep_tile(dropout, 0, first_row + tile_rows, BLOCK_N), weights, 0.0)
+    weights = dropped(stage, weights, kept_weights(stage, 0, first_row + tile_rows, BLOCK_N))
     total = multiply(dot_operand(weights, v.dtype), dot_operand(v, v.dtype), OPTIONS)  # [M, D]
-    out, lse, row_max, log_sum = finish_rows(Softmax(total, row_max, row_sum), dropout_scale(dropout), NATURAL)
+    out, lse, row_max, log_sum = finish_rows(Softmax(total, row_max, row_sum), dropout_scale(stage), NATURAL)
     store_rows(output_rows(out_pointer, batch, head, query_heads, query_length, OPTIONS), out, first_row, OPTIONS)
     rows = first_row + tl.arange(0, BLOCK_M)
     exists = rows < query_length
@@ -115,11 +108,13 @@ def attention_short_backward_kernel(
     angles = Angles(extras.cos, extras.sin, first_token(batch, key_length, OPTIONS))
     k = load_rotated(k_rows, angles, 0, BLOCK_N, True, OPTIONS)  # [N, D]
     v = load_rows(v_rows, 0, BLOCK_N, True, OPTIONS)  # [N, D]
-    mask = Mask(extras.padding, batch, None, query_length, key_length, left, right)
-    real = None
-    if extras.padding is not None:
-        real = load_padding(mask, tl.arange(0, BLOCK_N))
-        k, v = without_padding(k, real), without_padding(v, real)
+    numbers = stage_numbers(
+        extras, batch, key_head, query_heads, query_length, key_length, bias_batch, bias_head, bias_row, 1,
+        left, right, threshold, OPTIONS,
+    )  # fmt: skip
+    keys_stage = Stage(extras, numbers)
+    real = real_columns(keys_stage, tl.arange(0, BLOCK_N))
+    k, v = isolated_padding(keys_stage, k, real), isolated_padding(keys_stage, v, real)
     keys = Keys(dot_operand(k, k.dtype), dot_operand(v, v.dtype), real, 0)
     zeros = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     gradient = KeyGradient(zeros, zeros)
@@ -139,28 +134,16 @@ def attention_short_backward_kernel(
             delta -= tl.load(backward.dlse + row_offset + rows, mask=rows < query_length, other=0.0)
         base, log_sum = load_base(backward.statistics + 2 * row_offset, rows, query_length, True, OPTIONS)
         queries = operands(Queries(q, dout, base, log_sum, delta, first_row))
-        bias = Bias(extras.bias, head_offset(batch, head, bias_batch, bias_head, OPTIONS.BIAS_ALIGNMENT), bias_row)
-        dropout = Dropout(tl.load(extras.seed) if extras.seed is not None else None, batch_head, threshold)
-        gradient, dscores, delta = key_gradient_block(
-            gradient,
-            keys,
-            queries,
-            mask,
-            bias,
-            dropout,
-            scale * score_unit(NATURAL),
-            True,
-            True,
-            False,
-            q.dtype,
-            OPTIONS,
+        stage = Stage(extras, numbers_of_head(numbers, batch, head, query_heads, bias_batch, bias_head, OPTIONS))
+        gradient, dproducts, delta = key_gradient_block(
+            gradient, keys, queries, stage, scale * score_unit(NATURAL), True, True, False, q.dtype, OPTIONS
         )
         if backward.delta is not None:
             tl.store(backward.delta + row_offset + rows, delta, mask=rows < query_length)
-        dq = multiply(tl.trans(dot_operand(dscores, q.dtype)), keys.k, OPTIONS) * scale  # [M, D]
+        dq = multiply(tl.trans(dot_operand(dproducts, q.dtype)), keys.k, OPTIONS) * scale  # [M, D]
         target = head_rows(backward.dq, batch, head, dq_batch, dq_head, dq_row, query_length, OPTIONS)
         store_unrotated(target, dq, angles, first_row, OPTIONS)
-    dk, dv = gradient.dk * scale, gradient.dv * dropout_scale(Dropout(extras.seed, 0, threshold))
+    dk, dv = gradient.dk * scale, gradient.dv * dropout_scale(keys_stage)
     for_dk = head_rows(backward.dk, batch, key_head, dkv_batch, OPTIONS.HEAD_DIM, dkv_row, key_length, OPTIONS)
     for_dv = head_rows(backward.dv, batch, key_head, dkv_batch, OPTIONS.HEAD_DIM, dkv_row, key_length, OPTIONS)
     store_unrotated(for_dk, dk, angles, 0, OPTIONS)
