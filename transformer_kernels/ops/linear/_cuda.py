@@ -1,3 +1,3 @@
 """A linear layer on a GPU with backend="cuda": PyTorch's product, which is the vendor's library."""
 
-from transformer_kernels.ops.linear._torch import Kernels as Kernels
+from transformer_kernels.ops.linear._products import Kernels as Kernels
