@@ -46,6 +46,10 @@ class Call:
         """Whether backward of this call does without the operation's `dropped` fields."""
         return True
 
+    def is_twice_differentiable(self) -> bool:
+        """Whether `second_order` has the gradients of this call."""
+        return True
+
     def described(self) -> tuple[str, ...]:
         """Tensor fields of which backward reads shape and dtype only: they may be written to before it."""
         return ()

@@ -213,7 +213,8 @@ class Plan:
         if public == 1:
             self.forward = kernels.forward_recorded if recorded else kernels.forward_alone
         self.ahead, self.below, self.composed = kernels.forward_with_gradient, kernels.below, kernels.composed
-        self.second_order = kernels.second_order or operation.call.second_order
+        second_order = operation.call.second_order if call.is_twice_differentiable() else None
+        self.second_order = kernels.second_order or second_order
         self.fits: Callable[[str | None, Sequence[Any]], bool]
         self.operation, self.recorded, self.check = operation, recorded, operation.call.check_when_run
         self.public, self.outputs = public, operator.itemgetter(0 if public == 1 else slice(public))

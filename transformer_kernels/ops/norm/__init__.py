@@ -12,7 +12,7 @@ from torch import Tensor
 
 from transformer_kernels.ops import _checks, _operation
 from transformer_kernels.ops._crossovers import Native
-from transformer_kernels.ops._dropout import draw_seed, drop, keep_scale
+from transformer_kernels.ops._dropout import draw_seed
 from transformer_kernels.ops._kernels import Grads, Wanted, record
 
 
@@ -55,27 +55,20 @@ class NormCall(NamedTuple):
             return Native("layer_norm", elements, lambda x, weight, bias, eps: norm(x, shape, weight, bias, eps))
         return Native("rms_norm", elements, lambda x, weight, eps: torch.rms_norm(x, shape, weight, eps))
 
+    def is_twice_differentiable(self) -> bool:
+        return self.residual is None
+
     def second_order(self, result: NormResult, grads: Grads, wanted: Wanted) -> tuple[Tensor | None, ...]:
-        """The gradients of the normalised rows, and behind an addition those of x and residual."""
-        rows = rows_of(self, result)
-        wide = torch.promote_types(rows.dtype, torch.float32)
+        """The gradients of a norm without an addition, computed in PyTorch."""
+        wide = torch.promote_types(self.x.dtype, torch.float32)
         with torch.enable_grad():
-            x, weight = rows.to(wide), self.weight.to(wide)
+            x, weight = self.x.to(wide), self.weight.to(wide)
             if self.centred:
                 bias = None if self.bias is None else self.bias.to(wide)
                 y = torch.nn.functional.layer_norm(x, weight.shape, weight, bias, self.eps)
             else:
                 y = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self.eps) * weight
-        dy, *others = grads
-        asked = (wanted[0] or wanted[1], False, *wanted[2:])
-        drows, _, dweight, dbias = _operation.differentiated(y, (rows, None, self.weight, self.bias), dy, asked)
-        if drows is not None and others and others[0] is not None:
-            drows = drows + others[0]
-        dx = drows
-        if drows is not None and self.seed is not None:
-            kept = drop(_checks.as_rows(torch.ones_like(rows)), self.seed, self.dropout_p, scale=1.0)
-            dx = drows * kept.view(rows.shape) * keep_scale(self.dropout_p)
-        return dx, drows, dweight, dbias
+        return _operation.differentiated(y, (self.x, None, self.weight, self.bias), grads[0], wanted)
 
 
 class NormResult(NamedTuple):
