@@ -58,7 +58,7 @@ def test_attend_to_a_pretrained_model(encoder, tmp_path, capsys):
     out = tmp_path / "maps.png"
     printed = run(capsys, "attend", "--model", encoder, "a happy dogs .", "--out", out)
     assert printed == f"layers: 1, heads: 2, tokens: 7: {out}, {tmp_path / 'maps.html'}\n"
-    assert is_picture(out) and '"queries": ["[CLS]", "a", "happy", "dog", "s"' in (tmp_path / "maps.html").read_text()
+    assert is_picture(out) and '"queries": ["[CLS]", "a", "happy", "dog", "##s"' in (tmp_path / "maps.html").read_text()
 
 
 def test_attend_to_a_trained_model(sweep, tmp_path, capsys):
