@@ -11,6 +11,7 @@ import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -199,10 +200,17 @@ def test_kernels_of_one_gpu_are_compiled_for_it_alone(tmp_path, monkeypatch):
     (tmp_path / "libcudart_static.a").touch()
     toolkit = _build.Toolkit(tmp_path / "nvcc", library=[tmp_path])
     monkeypatch.setattr(_build, "_compression", lambda nvcc: [])
-    monkeypatch.setattr(_build, "_make", lambda objects, linking: {step.target.stem: step.command for step in objects})
+    commands: dict[str, Any] = {}
+
+    def noted(objects, jobs=None, failed=None):
+        commands.update({step.target.stem: step.command for step in objects})
+        return objects
+
+    monkeypatch.setattr(_build, "_compile", noted)
+    monkeypatch.setattr(_build, "_link", Mock())
     for architectures, wanted in (("release", ["sm_90a"]), ("80;100", ["sm_80", "sm_100"])):
         named = _build.RELEASE_ARCHITECTURES if architectures == "release" else architectures
-        commands: Any = _build.build_cuda(tmp_path / architectures, toolkit, named)
+        _build.build_cuda(tmp_path / architectures, toolkit, named)
         assert re.findall(r",code=(\w+)", " ".join(commands["attention_sm90"])) == wanted
         assert set(_build.gencode_flags(named)[0]) < set(commands["attention"])
 

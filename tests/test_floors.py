@@ -28,7 +28,7 @@ TRAINING_FLOORS = (
     ("recipe",),
     ("data", "decoding", "pretrained_commands"),
     ("config", "distributed", "step"),
-    ("_optional", "heartbeat"),
+    ("_optional", "blocks", "heartbeat"),
 )
 """The modules of transformer_kernels.training, top floor first."""
 

@@ -7,7 +7,6 @@ cover all tiles; launches common to several calls are compiled once.
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 import transformer_kernels as tk
 from benchmarks.compilers.launches import Launch
+from transformer_kernels.backends import dispatch
 from transformer_kernels.ops.loss._calls import RowLoss
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -153,8 +153,8 @@ def calls(operation: str) -> Iterator[tuple[str, Callable[[], object]]]:
 def run(operation: str, make: Make, arguments: Arguments, backend: str = "triton") -> None:
     """Forward and backward through the public function; the in-place kernels of cross_entropy directly."""
     if make is _in_place:
-        module = importlib.import_module("transformer_kernels.ops.loss._triton")
-        module.row_losses_and_gradient(**{"options": RowLoss(-100, 0.0), **arguments})
+        kernels = dispatch.family("transformer_kernels.ops.loss", "triton")
+        kernels.row_losses_and_gradient(**{"options": RowLoss(-100, 0.0), **arguments})
         return
     outputs = getattr(tk, operation)(**arguments, backend=backend)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 
 import pytest
 import torch
@@ -168,7 +169,8 @@ def test_a_kernel_reads_nothing_for_an_unknown_id(backend, device, token, positi
     assert y[1, 2].isnan().all()
     y[1, 2] = whole[1, 2]
     assert torch.equal(y, whole)
-    monkeypatch.setattr(module, "table_gradients", lambda self, call, ds, wanted: (ds, None))
+    owner = module if hasattr(module, "table_gradients") else sys.modules[module.__module__]
+    monkeypatch.setattr(owner, "table_gradients", lambda *given: (given[-2], None))
     ds, *_ = backward(module, call, result, torch.ones_like(y))
     assert ds[1, 2].isnan().all() == norm and ds[0].isfinite().all()
 

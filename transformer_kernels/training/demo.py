@@ -19,13 +19,13 @@ import torch
 from transformer_kernels.backends.dispatch import BACKENDS, unavailable
 from transformer_kernels.graphs import WARM_UP_CALLS
 from transformer_kernels.pretrained.generation import Sampling
+from transformer_kernels.training import blocks
 from transformer_kernels.training.config import bundled_configs, read_config_file
 from transformer_kernels.training.data.files import numbered_folder
 from transformer_kernels.training.loop.trainer import Trainer
 from transformer_kernels.training.recipe import Trained
 from transformer_kernels.training.recipes import make_config
 from transformer_kernels.training.recipes.char_gpt import CharGPT
-from transformer_kernels.visualization import blocks
 
 REFERENCE, GPU_BACKENDS = "reference", ("triton", "cuda")
 RECIPE = "five_minutes"

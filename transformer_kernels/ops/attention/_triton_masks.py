@@ -302,6 +302,7 @@ def query_blocks(first_key, read, stage, OPTIONS: tl.constexpr):
         full_start, full_end = tl.maximum(full_start, all_start), tl.minimum(full_end, all_end)
     if stage.inputs.padding is not None:
         end = tl.where(read == 0, 0, end)
+        full_end = tl.where(read == 0, 0, full_end)
     return whole_blocks(start, full_start, full_end, end, OPTIONS.BLOCK_M, OPTIONS.MASKED)
 
 

@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from transformer_kernels.visualization import blocks
+from transformer_kernels.training import blocks
 
 
 @pytest.fixture(params=["utf-8", "ascii"])
