@@ -149,10 +149,10 @@ def test_both_calls_with_planted_failures(machine):
 def test_a_fast_path_that_hangs_or_ends_its_process_costs_itself_only(machine, monkeypatch, fault, number):
     backend = fast_paths.paths((9, 0))[-1].backend if number else "triton"
     monkeypatch.setenv("STAND_IN_FAULTS", json.dumps([[fault, "attention", backend, "bfloat16"]]))
-    monkeypatch.setattr(steps, "PATH_SECONDS", 4.0)
-    session = Session(torch.device("cpu"), machine, time.monotonic() + 200)
+    monkeypatch.setattr(steps, "PATH_SECONDS", 10.0)
+    session = Session(torch.device("cpu"), machine, time.monotonic() + 300)
     listed = fast_paths.paths((9, 0))
-    wrong = steps.paths(session, 190)
+    wrong = steps.paths(session, 290)
     rows = read_lines(machine / fast_paths.RESULTS)
     ended = {row["path"] for row in rows if row.get("reason", "").startswith(("took more", "ended its process"))}
     assert ended == {n for n, path in enumerate(listed) if path.backend == backend}, wrong

@@ -15,8 +15,9 @@ ROW_OPERATIONS = [op for op in EXAMPLES if "attention" not in op and op not in (
 
 
 def row_operations(backend):
-    """The row operations that the backend supports: all with an example except attention."""
-    return [op for op in ROW_OPERATIONS if dispatch.family(dispatch.OPERATIONS[op].folder, backend) is not None]
+    """The row operations of which the backend has kernels: not those that it leaves to PyTorch's products."""
+    kernels = {op: dispatch.family(dispatch.OPERATIONS[op].folder, backend) for op in ROW_OPERATIONS}
+    return [op for op, own in kernels.items() if own is not None and not own.__module__.endswith("_products")]
 
 
 def function(op, backend=None):

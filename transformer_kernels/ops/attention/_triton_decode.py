@@ -74,10 +74,11 @@ def attention_decode_kernel(
     start, end = split_range(split * split_keys, split_keys, stage, OPTIONS)
     for first_key in range(start, end, BLOCK_N):
         columns = tl.arange(0, BLOCK_N)[None, :]
+        k = load_rows(k_rows, first_key, BLOCK_N, True, OPTIONS)  # [N, D]
+        v = load_rows(v_rows, first_key, BLOCK_N, True, OPTIONS)  # [N, D]
         real = real_columns(stage, first_key + columns)
         visible = visible_tile(stage, real, rows, first_key + columns, True, OPTIONS)
-        k = load_rows(k_rows, first_key, BLOCK_N, True, OPTIONS)  # [N, D]
-        v, _ = isolated_keys(stage, load_rows(v_rows, first_key, BLOCK_N, True, OPTIONS), real)  # [N, D]
+        v, _ = isolated_keys(stage, v, real)
         products = multiply(q, tl.trans(dot_operand(k, k.dtype)), OPTIONS)  # [M, N]
         scores, _ = tile_scores(products, stage, scale, 0, first_key, rows, columns, True, True, OPTIONS)
         scores = tl.where(visible, scores, float("-inf"))
