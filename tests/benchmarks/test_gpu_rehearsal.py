@@ -8,12 +8,11 @@ import sys
 import time
 
 import pytest
-import torch
 
-from benchmarks import evidence, fast_paths, gpu
+from benchmarks import evidence, gpu
 from benchmarks.environment import ROOT
 from benchmarks.gpu import kit, steps
-from benchmarks.gpu.session import FILES, Session
+from benchmarks.gpu.session import FILES
 from benchmarks.gpu.summary import broken_off
 from benchmarks.runner import read_lines
 from transformer_kernels.verification import BAD
@@ -143,20 +142,6 @@ def test_both_calls_with_planted_failures(machine):
     files = list(out.rglob("*"))
     assert {file.name for file in files} <= set(FILES) and sum(file.stat().st_size for file in files) < 16 << 20
     assert "verdicts of the smoke cases" in printed[-12000:] and "hung" in printed[-12000:]
-
-
-@pytest.mark.parametrize(("fault", "number"), [("hangs", 0), ("aborts", 11)])
-def test_a_fast_path_that_hangs_or_ends_its_process_costs_itself_only(machine, monkeypatch, fault, number):
-    backend = fast_paths.paths((9, 0))[-1].backend if number else "triton"
-    monkeypatch.setenv("STAND_IN_FAULTS", json.dumps([[fault, "attention", backend, "bfloat16"]]))
-    monkeypatch.setattr(steps, "PATH_SECONDS", 10.0)
-    session = Session(torch.device("cpu"), machine, time.monotonic() + 300)
-    listed = fast_paths.paths((9, 0))
-    wrong = steps.paths(session, 290)
-    rows = read_lines(machine / fast_paths.RESULTS)
-    ended = {row["path"] for row in rows if row.get("reason", "").startswith(("took more", "ended its process"))}
-    assert ended == {n for n, path in enumerate(listed) if path.backend == backend}, wrong
-    assert {row["path"] for row in rows} - ended == {path.name for path in listed if path.backend != backend}
 
 
 ONE_CASE = """
