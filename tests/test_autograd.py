@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -253,6 +254,18 @@ MORE_CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
 def test_opcheck(op, backend):
     tensors = EXAMPLES[op].make(4, 6, torch.float64 if backend == "torch" else torch.float32)
     check_operators(op, prepared(op, **tensors, **EXAMPLES[op].options), backend)
+
+
+@OPERATIONS
+def test_a_traced_graph_has_the_operator_alone(op):
+    """Kernels are not made while a call is traced: what they would compute or allocate would be in the graph."""
+    call, operation = prepared(op, **EXAMPLES[op].make(4, 6), **EXAMPLES[op].options), dispatch.OPERATIONS[op]
+    if call.may_be_composed():
+        pytest.skip("other operators may compute it")
+    with torch.no_grad():
+        graph = make_fx(lambda x: operation(type(call)(x, *call[1:]), None))(call[0].detach()).graph
+    called = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+    assert [name for name in called if "getitem" not in name] == [f"transformer_kernels.{op}.default"]
 
 
 @pytest.mark.parametrize("index", range(len(MORE_CALLS)))

@@ -42,6 +42,10 @@ class Call:
         """Whether there is nothing to launch; such calls run in PyTorch."""
         return not self[0].numel()  # type: ignore[index]
 
+    def may_be_composed(self) -> bool:
+        """Whether a backend may leave the call to other operators (`Kernels.composed`)."""
+        return False
+
     def drops(self) -> bool:
         """Whether backward of this call does without the operation's `dropped` fields."""
         return True
@@ -130,9 +134,8 @@ class Compiled(Kernels):
         """The class of the kernels of this machine."""
         return type(cls.__name__, (cls,), {"machine": machine, "__module__": cls.__module__})
 
-    def __init__(self, call: Any, x: Tensor | None = None) -> None:
-        """`x` is a tensor of the kernels' dtype, the first one unless given."""
-        x = call[0] if x is None else x
+    def __init__(self, call: Any) -> None:
+        x = call[0]
         self._machine, self._device, self._dtype = self.machine, x.device, self.machine.DTYPE_CODES[x.dtype]
 
     def _bind(self, kernel: str, **fields: Any) -> Any:
@@ -145,6 +148,7 @@ class Adapter(Kernels):
 
     inner: ClassVar[Any]
     backend: ClassVar[str]
+    _made: Any = None
 
     @classmethod
     @functools.cache
@@ -157,3 +161,9 @@ class Adapter(Kernels):
         """Why the other kernels do not support it."""
         reason: str | None = cls.inner.unsupported(call)
         return reason
+
+    def made(self, kernels: Any, call: Any) -> Any:
+        """Other kernels for calls of one layout, made of the first one: it is known when these kernels compute it."""
+        if self._made is None:
+            self._made = kernels.of(call)
+        return self._made

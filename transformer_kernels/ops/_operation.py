@@ -11,7 +11,6 @@ import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import zip_longest
 from typing import Any, TypeVar, get_type_hints
 
 import torch
@@ -171,15 +170,14 @@ class Operation:
         call, key = self.prepared(arguments), (public, layout)
         if layout is None or key in self.plans or is_traced(call[0]):
             return self(call, backend, public)
-        plan: Any = None
+        native = None
         if dispatch.requested(backend) == "auto" and (outputs is None or outputs == 1):
-            plan = _plan.by_pytorch(_crossovers.native(call.native(), call, arguments), public)
-        if plan is not None:
-            plan.fits = _plan.guard(layout[0], given)  # type: ignore[index]
-            _plan.keep(self.plans, key, plan)
-            return plan.native(*arguments)
-        plan = self.planned(call, backend, public)
+            native = _crossovers.native(call.native(), call, arguments)
+        plan: Any = self.planned(call, backend, public) if native is None else _plan.ByPyTorch(native, public)
         plan.fits = _plan.guard(layout[0], given)  # type: ignore[index]
+        if native is not None:
+            _plan.keep(self.plans, key, plan)
+            return native(*arguments)
         _plan.remember(self.plans, key, plan, arguments, call)
         return self.computed(plan, call, backend)
 
@@ -223,7 +221,7 @@ class Operation:
 
     def _traced(self, call: Any, backend: str | None, public: int) -> Any:
         """By the registered operator, or by those that it is composed of."""
-        if not is_compiling():
+        if not is_compiling() and call.may_be_composed():
             composed = dispatch.select(self, backend, call).of(call).composed
             output = None if composed is None else composed(call, backend, needs_grad(*self.inputs(call)))
             if output is not None:
@@ -482,7 +480,9 @@ def differentiated(
 
 def _absent_as_empty(gradients: Iterable[Tensor | None], wanted: Wanted, like: Tensor) -> tuple[Tensor, ...]:
     """The gradients as an operator returns them: an empty tensor stands for one that is absent or not wanted."""
-    pairs = zip_longest(gradients, wanted)
+    gradients = list(gradients)
+    gradients += [None] * (len(wanted) - len(gradients))  # trailing ones that a backend leaves out
+    pairs = zip(gradients, wanted, strict=True)
     return tuple(grad if want and grad is not None else like.new_empty(0) for grad, want in pairs)
 
 

@@ -182,11 +182,6 @@ class ByPyTorch:
         self.fits: Callable[[str | None, Sequence[Any]], bool]
 
 
-def by_pytorch(function: Callable[..., Any] | None, public: int) -> ByPyTorch | None:
-    """The plan of calls of a function that "auto" leaves to PyTorch; None without one."""
-    return None if function is None else ByPyTorch(function, public)
-
-
 class Plan:
     """What computes the calls of one layout, and what autograd saves of them.
 

@@ -49,7 +49,7 @@ class Kernels(AttentionKernels, Compiled):
     """Forward and backward by the compiled kernels of one machine, for calls of one layout."""
 
     def __init__(self, call: AttentionCall) -> None:
-        Compiled.__init__(self, call)
+        super().__init__(call)
         q, k, v, scores, _, self._dropout_p = call
         self._kernels = dict[Any, Any]()
         self._numbers: dict[str, Any] = {"batch": q.shape[0], "heads": q.shape[1], "kv_heads": k.shape[1]}

@@ -196,11 +196,9 @@ class _Packed(Adapter):
         return cls(call) if own is None else own
 
     def __init__(self, call: PackedAttentionCall) -> None:
-        attention = WithSinks.on(self.inner, self.backend)
+        self._attention = WithSinks.on(self.inner, self.backend)
         self._rotate = dispatch.family("transformer_kernels.ops.rotary", self.backend).rotate
         self._rotates = call.cos is None or self.inner.rotates(_on_views(call))
-        inner = _on_views(call) if self._rotates else _on_views(call, _rotated_heads(call.qkv, call.heads).empty().q)
-        self._kernels: Any = attention.of(inner)
 
     @classmethod
     def unsupported(cls, call: PackedAttentionCall) -> str | None:
@@ -209,7 +207,7 @@ class _Packed(Adapter):
 
     def forward(self, call: PackedAttentionCall) -> AttentionResult:
         inner, options = self._inner(call)
-        out, lse, statistics = self._kernels.forward(inner, **options)
+        out, lse, statistics = self.made(self._attention, inner).forward(inner, **options)
         return AttentionResult(_joined(out), lse, statistics)
 
     def backward(
@@ -224,7 +222,8 @@ class _Packed(Adapter):
             (last_axis_contiguous(dout), None),
             (True, True, True, *wanted[1:]),
         )
-        _, _, _, *others = self._kernels.backward(inner, *given, _split(dqkv, call.heads), **options)
+        kernels = self.made(self._attention, inner)
+        _, _, _, *others = kernels.backward(inner, *given, _split(dqkv, call.heads), **options)
         if call.cos is not None and not options:
             rotated = _rotated_heads(dqkv, call.heads)
             self._rotated(call, rotated, rotated, inverse=True)

@@ -99,18 +99,10 @@ def prepare(q: Tensor, k: Tensor, **options: Any) -> AttentionWeightsCall:
 class _OnSoftmax(Adapter):
     """The operation on the softmax of a backend; scores are float32 whatever the dtype of q."""
 
-    def __init__(self, call: AttentionWeightsCall) -> None:
-        self._softmax_kernels: Any = None  # made by the first call, which has the scores
-
     @classmethod
     def unsupported(cls, call: AttentionWeightsCall) -> str | None:
         """Why the softmax does not support the scores."""
         return super().unsupported(SoftmaxCall(call.q, None, False, 1.0))
-
-    def _kernels(self, call: SoftmaxCall) -> Any:
-        if self._softmax_kernels is None:
-            self._softmax_kernels = self.inner.of(call)
-        return self._softmax_kernels
 
     def forward(self, call: AttentionWeightsCall) -> Tensor:
         weights = self._softmax(call).to(call.q.dtype)
@@ -136,7 +128,7 @@ class _OnSoftmax(Adapter):
             if mask is not None:
                 mask = torch.cat((mask, mask.any(dim=-1, keepdim=True) & (logits != -math.inf)), dim=-1)
         given = SoftmaxCall(scores, mask, False, 1.0)
-        weights: Tensor = self._kernels(given).forward(given)
+        weights: Tensor = self.made(self.inner, given).forward(given)
         return weights
 
     def backward(
@@ -149,7 +141,7 @@ class _OnSoftmax(Adapter):
         if sinks is not None:
             dy = torch.nn.functional.pad(dy, (0, 1))
         given = SoftmaxCall(weights, None, False, 1.0)
-        (dscores,) = self._kernels(given).backward(given, weights, (dy,), (True,))
+        (dscores,) = self.made(self.inner, given).backward(given, weights, (dy,), (True,))
         if sinks is not None:
             dsinks = dscores[..., -1].sum(dim=(0, 2)).to(sinks.dtype)
             dscores = dscores[..., :-1]

@@ -32,6 +32,9 @@ class LinearCall(NamedTuple):
     def is_empty(self) -> bool:
         return not (self.x.numel() and self.weight.numel())
 
+    def may_be_composed(self) -> bool:
+        return True
+
     def second_order(self, result: LinearResult, grads: Grads, wanted: Wanted) -> tuple[Tensor | None, ...]:
         """The gradients of the layer, computed in PyTorch."""
         with torch.enable_grad():

@@ -192,6 +192,9 @@ class LinearCrossEntropyCall(NamedTuple):
     def is_empty(self) -> bool:
         return False
 
+    def may_be_composed(self) -> bool:
+        return True
+
     def drops(self) -> bool:
         return self.reduction != "none" and not self.is_one_chunk()
 

@@ -26,7 +26,7 @@ class Kernels(LossKernels, Compiled):
     """Cross-entropy by the compiled kernels of one machine."""
 
     def __init__(self, call: CrossEntropyCall) -> None:
-        Compiled.__init__(self, call)
+        super().__init__(call)
         machine, logits, self._reduction = self.machine, call.logits, call.reduction
         self._on_cpu, self._rows = machine is cpu, call.targets.numel()
         self._classes, self._like_logits = logits.shape[-1], memory_of(logits)
