@@ -21,7 +21,7 @@ from transformer_kernels.ops._pattern import Call, Input, Match, Number, Option,
 from transformer_kernels.ops.attention._pattern import grouped
 from transformer_kernels.ops.linear._cpu import largest_weight, processor
 from transformer_kernels.patching import _torch_calls as calls
-from transformer_kernels.patching._products import FEWEST_ROWS, linear_is_ours
+from transformer_kernels.patching._products import FEWEST_ROWS, faster_linear
 
 X = Input("x")
 LINEAR = Call("linear", X, Input("weight"), Option("bias"))
@@ -38,10 +38,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, backend: str |
 
 def linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None = None, backend: str | None = None) -> Tensor:
     return ops.linear(x, weight, bias, activation="relu", backend=backend)
-
-
-def linear_of_any_length(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return ops.linear(x, weight, bias) if linear_is_ours(x, weight, None) else F.linear(x, weight, bias)
 
 
 def _is_static(*tensors: Any) -> bool:
@@ -64,7 +60,7 @@ def _faster_linear(match: Match, x: Any, weight: Any, values: tuple[Any, ...]) -
     if not x.is_cpu or x.dtype is not torch.float32 or not weight.is_contiguous():
         return FASTER
     if not _is_static(x):
-        return Replacement(linear_of_any_length, values)
+        return Replacement(faster_linear, values)
     return Replacement(linear, values) if _multiplies(match, x, weight) else FASTER
 
 

@@ -14,7 +14,7 @@ from torch.nn.modules import transformer
 
 from transformer_kernels import ops
 from transformer_kernels.ops._pattern import Call, Match, Option, Pattern, Prepared, Replacement
-from transformer_kernels.patching._products import FEWEST_ROWS, linear_is_ours
+from transformer_kernels.patching._products import FEWEST_ROWS, faster_linear
 
 PARAMETERS = ("x", "width", "heads", "in_weight", "in_bias", "out_weight", "out_bias", "gelu", "norm_first", "eps",
               "weight1", "bias1", "weight2", "bias2", "up_weight", "up_bias", "down_weight", "down_bias", "mask",
@@ -45,14 +45,14 @@ def encoder_layer(
         )  # fmt: skip
 
     def attended(x: Tensor) -> Tensor:
-        packed = linear(x, in_weight, in_bias, None, backend).view(*x.shape[:2], 3, heads, width // heads)
+        packed = faster_linear(x, in_weight, in_bias, backend).view(*x.shape[:2], 3, heads, width // heads)
         q, k, v = packed.permute(2, 0, 3, 1, 4)
         out: Any = ops.attention(q, k, v, attn_bias=visible, backend=backend)
-        return linear(out.transpose(1, 2).reshape(x.shape), out_weight, out_bias, None, backend)
+        return faster_linear(out.transpose(1, 2).reshape(x.shape), out_weight, out_bias, backend)
 
     def widened(x: Tensor) -> Tensor:
-        up = linear(x, up_weight, up_bias, "gelu" if gelu else "relu", backend)
-        return linear(up, down_weight, down_bias, None, backend)
+        up = faster_linear(x, up_weight, up_bias, backend, "gelu" if gelu else "relu")
+        return faster_linear(up, down_weight, down_bias, backend)
 
     options: dict[str, Any] = {"eps": eps, "backend": backend}
     if norm_first:
@@ -61,16 +61,6 @@ def encoder_layer(
         return stream + widened(normed)
     normed = ops.add_layer_norm(attended(x), x, weight1, bias1, **options)[0]
     return ops.add_layer_norm(widened(normed), normed, weight2, bias2, **options)[0]
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, backend: str | None) -> Tensor:
-    """activation(x weight^T + bias), by this package where it is faster or named."""
-    if backend is not None or linear_is_ours(x, weight, None):
-        return ops.linear(x, weight, bias, activation=activation, backend=backend)
-    product = torch.nn.functional.linear(x, weight, bias)
-    if activation is None:
-        return product
-    return product.relu_() if activation == "relu" else ops.gelu(product)
 
 
 def _replace(match: Match) -> Replacement | str:

@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from transformer_kernels import ops
 from transformer_kernels.ops._pattern import Call, Match, Option, Pattern, Replacement
 from transformer_kernels.patching import _torch_calls as calls
-from transformer_kernels.patching._products import linear_is_ours
+from transformer_kernels.patching._products import faster_linear
 
 PARAMETERS = tuple(inspect.signature(F.multi_head_attention_forward).parameters)
 ABSENT = ("bias_k", "bias_v", "static_k", "static_v", "add_zero_attn", "use_separate_proj_weight")
@@ -41,13 +40,7 @@ def multi_head_attention(
         if isinstance(out, str):
             out = F.scaled_dot_product_attention(q, k, v, visible, dropout, causal)
     joined = out.permute(2, 0, 1, 3).reshape(query.shape)
-    return _linear(joined, out_weight, out_bias, backend), None
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None) -> Tensor:
-    if backend is not None or linear_is_ours(x, weight, None):
-        return ops.linear(x, weight, bias, backend=backend)
-    return F.linear(x, weight, bias)
+    return faster_linear(joined, out_weight, out_bias, backend), None
 
 
 def _projected(
@@ -61,7 +54,7 @@ def _projected(
     found: list[Tensor] = []
     for tensor, count in groups:
         rows = slice(len(found) * width, (len(found) + count) * width)
-        product = _linear(tensor, weight[rows], None if bias is None else bias[rows], backend)
+        product = faster_linear(tensor, weight[rows], None if bias is None else bias[rows], backend)
         split = product.view(*product.shape[:2], count, heads, width // heads)
         found.extend(split.permute(2, 1, 3, 0, 4))
     return found[0], found[1], found[2]
