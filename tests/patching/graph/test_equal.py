@@ -8,12 +8,7 @@ from torch import Tensor
 
 from transformer_kernels.patching import graph
 
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def compiled(function):

@@ -125,11 +125,7 @@ SPELLINGS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def sample(*shape, dtype=torch.float64, seed=0):

@@ -29,12 +29,7 @@ class Attention(nn.Module):
         return self.dropout(self.softmax(scores)) @ v
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def tensors(length: int = 8) -> tuple[Tensor, Tensor]:

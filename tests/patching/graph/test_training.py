@@ -51,12 +51,7 @@ class Model(nn.Module):
         return self.head(x)
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def loss_of(model, x: Tensor) -> Tensor:
