@@ -74,7 +74,10 @@ class StageNumbers(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """What the scores of one head depend on besides its queries and keys."""
+    """What the scores of one head depend on besides its queries and keys.
+
+    Each kernel builds its own: Triton's functions cannot return a record with None, as an absent pointer is.
+    """
 
     inputs: Any  # Extras
     numbers: Any  # StageNumbers
