@@ -24,7 +24,7 @@ from transformer_kernels.backends import triton as backend
 
 CPU = torch.device("cpu")
 MULTIPROCESSORS, SHARED_MEMORY = 132, 232448
-"""Of an H100 and an H200."""
+"""Multiprocessors, and bytes of shared memory per block, of an H100 and an H200."""
 
 
 class Driver:
@@ -46,13 +46,13 @@ class Driver:
         return lambda *_: None
 
     def get_current_target(self) -> Any:
-        """The GPU."""
+        """The GPU to compile for."""
         from triton.backends.compiler import GPUTarget
 
         return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        """Its index."""
+        """Index of the current device."""
         return 0
 
     def get_current_stream(self, device: int) -> int:

@@ -42,7 +42,7 @@ LOADS = "import transformer_kernels.backends.cuda as cuda; cuda.load()"
 COMPILES = "import sys; from benchmarks.gpu import kit; raise SystemExit(kit.main(['--compile', sys.argv[1]]))"
 PARTS = ("smoke", "tables", "steps", "tests")
 PRESET = 6
-"""Of xz."""
+"""Compression level of xz."""
 
 
 def capability_of(device: torch.device) -> Capability:

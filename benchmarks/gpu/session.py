@@ -28,7 +28,7 @@ FILES = (ENVIRONMENT, STEPS, VERDICTS, evidence.TESTS, ROWS, fast_paths.RESULTS,
 MAX_LOG = 8 << 20
 WORKERS = min(14, os.cpu_count() or 1)
 FACTOR = float(os.environ.get("BENCHMARK_SECONDS_FACTOR", "1"))
-"""Of the steps' time limits, for a rehearsal on a slow machine."""
+"""Multiplies the steps' time limits, for a rehearsal on a slow machine."""
 
 
 @dataclass

@@ -14,7 +14,7 @@ from transformer_kernels import verification
 from transformer_kernels.verification import BAD
 
 MAX_CHARACTERS = 11_000
-"""Of a summary: the last 12,000 of a call's output are returned."""
+"""Maximum length of the summary: the last 12,000 of a call's output are returned."""
 
 
 def broken_off(folder: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""What an operation asks of a call and of a backend's kernels: `record`, `Kernels`, `Compiled`, `Adapter`."""
+"""The interfaces between an operation, its calls (`Call`, `record`) and a backend's kernels (`Kernels`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ C = TypeVar("C")
 
 
 class Call:
-    """What an operation asks of its calls. The methods below are the defaults."""
+    """The methods of a call that its operation uses, with their defaults."""
 
     check_when_run: ClassVar[Callable[[Any], None] | None] = None
     """(call) -> None: checks the values of a traced call, which has none before it runs."""
@@ -76,7 +76,7 @@ def record(cls: type[C]) -> type[C]:
 
 
 class Kernels:
-    """A backend's kernels of an operation for calls of one layout, made of the first of them.
+    """A backend's kernels for calls of one layout, constructed from the first such call.
 
     For backward, `call` and `result` hold None in the fields that are not kept; `grads` are those of the public
     outputs, the first one in the layout of `Call.gradient_layout`.
@@ -124,14 +124,14 @@ class Kernels:
 
 
 class Compiled(Kernels):
-    """The kernels of one of the two compiled modules, which have one source: `on(machine)` is the class of one."""
+    """Kernels of a compiled module. CPU and CUDA share one source; `on(machine)` returns the class for one of them."""
 
     machine: ClassVar[Machine]
 
     @classmethod
     @functools.cache
     def on(cls, machine: Any) -> type[Compiled]:
-        """The class of the kernels of this machine."""
+        """The class for this machine."""
         return type(cls.__name__, (cls,), {"machine": machine, "__module__": cls.__module__})
 
     def __init__(self, call: Any) -> None:
@@ -144,7 +144,7 @@ class Compiled(Kernels):
 
 
 class Adapter(Kernels):
-    """An operation's kernels that are made of another one's, `inner`, of the same backend."""
+    """Kernels of an operation that call the kernels of another one, `inner`, of the same backend."""
 
     inner: ClassVar[Any]
     backend: ClassVar[str]
@@ -153,17 +153,17 @@ class Adapter(Kernels):
     @classmethod
     @functools.cache
     def on(cls, inner: type[Kernels], backend: str) -> type[Adapter]:
-        """The class of the kernels on those of a backend."""
+        """The class that calls these kernels of a backend."""
         return type(cls.__name__, (cls,), {"inner": inner, "backend": backend, "__module__": cls.__module__})
 
     @classmethod
     def unsupported(cls, call: Any) -> str | None:
-        """Why the other kernels do not support it."""
+        """Why the inner kernels do not support the call."""
         reason: str | None = cls.inner.unsupported(call)
         return reason
 
     def made(self, kernels: Any, call: Any) -> Any:
-        """Other kernels for calls of one layout, made of the first one: it is known when these kernels compute it."""
+        """The inner kernels, constructed from their first call, which is not known before this call runs."""
         if self._made is None:
             self._made = kernels.of(call)
         return self._made

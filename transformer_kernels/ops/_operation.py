@@ -487,7 +487,7 @@ def _absent_as_empty(gradients: Iterable[Tensor | None], wanted: Wanted, like: T
 
 
 def takes_options_of(other: Callable[..., Any], *but: str) -> Callable[[P], P]:
-    """Decorator of a function whose **options are the keyword-only ones of another, except some: its signature."""
+    """Decorator: the signature names the keyword-only parameters of `other`, except `but`, in place of **options."""
 
     def decorated(function: P) -> P:
         own = inspect.signature(function)  # type: ignore[arg-type]

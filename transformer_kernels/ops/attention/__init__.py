@@ -61,7 +61,7 @@ class AttentionCall(NamedTuple):
         check_when_run(self.scores, self.q.shape[2], self.k.shape[2])
 
     def native(self) -> Native | None:
-        """SDPA where nothing happens to the scores, or causality without an offset does.
+        """SDPA, if the scores are not modified, or only masked by causality without an offset.
 
         On the CPU it multiplies the -inf of hidden scores by the scale: NaN unless that is positive.
         """

@@ -72,11 +72,11 @@ def processor(kernels: Any) -> str:
 
 
 class Kernels(_kernels.Kernels):
-    """A linear layer on the CPU: of these products or of PyTorch's."""
+    """A linear layer on the CPU, by this package's products or PyTorch's."""
 
     @classmethod
     def of(cls, call: LinearCall) -> Kernels:
-        """The faster products for calls of this layout."""
+        """The faster implementation for calls of this layout."""
         return Products(call) if fuses(call) else Selected(call)
 
     fuses = staticmethod(fuses)

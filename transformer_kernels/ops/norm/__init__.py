@@ -43,7 +43,7 @@ class NormCall(NamedTuple):
         return self.residual is not None
 
     def native(self) -> Native | None:
-        """PyTorch's norm, after its addition."""
+        """PyTorch's norm, preceded by the addition if there is a residual."""
         if self.seed is not None:
             return None
         shape, elements = self.weight.shape, self.x.numel()
