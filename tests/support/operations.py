@@ -15,9 +15,10 @@ ROW_OPERATIONS = [op for op in EXAMPLES if "attention" not in op and op not in (
 
 
 def row_operations(backend):
-    """The row operations of which the backend has kernels: not those that it leaves to PyTorch's products."""
-    kernels = {op: dispatch.family(dispatch.OPERATIONS[op].folder, backend) for op in ROW_OPERATIONS}
-    return [op for op, own in kernels.items() if own is not None and not own.__module__.endswith("_products")]
+    """The row operations of which the backend has kernels of its own: not those of "torch"."""
+    own = {op: dispatch.family(dispatch.OPERATIONS[op].folder, backend) for op in ROW_OPERATIONS}
+    shared = {op: dispatch.family(dispatch.OPERATIONS[op].folder, "torch") for op in ROW_OPERATIONS}
+    return [op for op in ROW_OPERATIONS if own[op] not in (None, shared[op])]
 
 
 def function(op, backend=None):
