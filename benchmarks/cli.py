@@ -15,7 +15,7 @@ import torch
 from benchmarks import results
 from benchmarks.record import BUDGET, record
 from benchmarks.report import growth_text, report
-from benchmarks.runner import LONGEST_TASK, ROWS, add_selection, read_lines, selection, supervise
+from benchmarks.runner import MAX_TASK_SECONDS, ROWS, add_selection, read_lines, selection, supervise
 from transformer_kernels.training._optional import require
 
 DESCRIPTION = """\
@@ -61,7 +61,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="auto", help="cpu or cuda (default: cuda if available)")
     parser.add_argument("--out", type=Path, help="output folder (default: a temporary one)")
     parser.add_argument("--budget", type=float, help=f"total seconds (default: TIME_BUDGET, else {BUDGET:.0f})")
-    parser.add_argument("--longest", type=float, default=LONGEST_TASK, help="seconds after which a row counts as hung")
+    parser.add_argument(
+        "--longest", type=float, default=MAX_TASK_SECONDS, help="seconds after which a row counts as hung"
+    )
     add_selection(parser)
     return parser
 

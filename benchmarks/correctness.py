@@ -17,9 +17,9 @@ from python_ref import ops as reference
 from transformer_kernels.verification import RELATIVE_RMS
 
 GRADIENT_FACTOR = 2.0
-LARGEST_FACTOR = 16.0
+MAX_FACTOR = 16.0
 """Limit of the largest element error, in units of the RMS limit and of the largest element."""
-MOST_SCORES = 2**26
+MAX_SCORES = 2**26
 """Largest score matrix of the reference, in elements."""
 SEED = 20_000
 
@@ -56,7 +56,7 @@ class Part:
 def compared_queries(workload: Workload) -> int:
     """Number of last queries for which the reference can be computed."""
     size = workload.shape
-    return max(1, min(size["Lq"], MOST_SCORES // (size["L"] * (size["H"] // size["Hk"]))))
+    return max(1, min(size["Lq"], MAX_SCORES // (size["L"] * (size["H"] // size["Hk"]))))
 
 
 def check(workload: Workload, function: Callable[..., Any], device: torch.device) -> float:
@@ -130,7 +130,7 @@ def compare(name: str, got: Tensor, exact: Tensor, dtype: torch.dtype, factor: f
     limit = factor * RELATIVE_RMS[dtype]
     if not relative <= limit:  # also true for NaN
         raise WrongResult(f"{name}: relative RMS error {relative:.2e} exceeds {limit:.1e}")
-    if not largest <= LARGEST_FACTOR * limit:
+    if not largest <= MAX_FACTOR * limit:
         raise WrongResult(f"{name}: largest error {largest:.2e} of the largest element exceeds {16 * limit:.1e}")
     return relative
 

@@ -32,7 +32,7 @@ from transformer_kernels.ops._crossover_table import LEVELS, TABLE
 COLUMNS, CLASSES, HEAD_DIM = 256, 1024, 64
 SMALLEST, LARGEST = 10, 24
 GAIN, TIE = 0.95, 1.02
-FEWEST_ROUNDS = 3
+MIN_ROUNDS = 3
 RESTRICTED = {
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
     "avx512": {"ATEN_CPU_CAPABILITY": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
@@ -93,7 +93,7 @@ def least(calls: list[Callable[[], Any]], seconds: float) -> list[float]:
             call()
         batches.append(max(1, int(5e-4 / max(time.process_time() - start, 1e-6))))
     end, rounds = time.process_time() + seconds, 0
-    while time.process_time() < end or rounds < FEWEST_ROUNDS:
+    while time.process_time() < end or rounds < MIN_ROUNDS:
         rounds += 1
         for index, call in enumerate(calls):
             start = time.process_time()

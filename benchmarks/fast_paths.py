@@ -27,7 +27,7 @@ from transformer_kernels.backends.triton import capability
 from transformer_kernels.ops.attention import _compiled, _tiles, _triton
 from transformer_kernels.ops.attention._tiles import Body, Kernel
 
-LEAST_GAIN = 1.1
+MIN_GAIN = 1.1
 SECONDS = 0.2
 RESULTS = "fast_paths.jsonl"
 TOLERANCE = 3e-2
@@ -184,7 +184,7 @@ def measure(path: FastPath, case: Case, device: torch.device) -> dict[str, Any]:
             return row | {"verdict": "failed", "reason": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
     error = max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-6)) for a, b in zip(on, off, strict=True))
     gain = without / min(first, again)
-    verdict = "wrong" if not error <= TOLERANCE else "keep" if gain >= LEAST_GAIN else "delete"
+    verdict = "wrong" if not error <= TOLERANCE else "keep" if gain >= MIN_GAIN else "delete"
     return row | {"on": min(first, again), "off": without, "gain": gain, "error": error, "verdict": verdict}
 
 

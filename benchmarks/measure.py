@@ -68,7 +68,7 @@ class Bench:
             shortest, bound = self.limits.shortest(bytes, flops, row["dtype"])
             if bound == "compute" or timing.leaves_cache(self.device, bytes):
                 judged |= {"bound": bound, "fraction": shortest / seconds}
-            if judged.get("fraction", 0.0) > timing.MOST_OF_A_LIMIT:
+            if judged.get("fraction", 0.0) > timing.MAX_FRACTION:
                 raise BeyondLimit(f"{seconds:.3g} s is {judged['fraction']:.0%} of the {bound} limit")
         return judged
 

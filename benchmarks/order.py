@@ -20,7 +20,7 @@ from benchmarks.results import KERNELS
 from benchmarks.runner import ENVIRONMENT, ROWS, read_lines
 from transformer_kernels.backends import _order, dispatch
 
-LEAST_GAIN = 1.05
+MIN_GAIN = 1.05
 FIRST, *OTHERS = dispatch.AUTO_ORDER["cuda"][:-1]
 """The usual first backend of a GPU, and the other kernels; the last is PyTorch's."""
 
@@ -43,7 +43,7 @@ def fastest(rows: Iterable[dict[str, Any]], verdicts: Iterable[dict[str, Any]]) 
             if usual.keys() & other.keys() and all((f"{op}/{backend}", dtype) in verified for dtype in dtypes[op]):
                 gains[backend] = statistics.median(usual[key] / other[key] for key in usual.keys() & other.keys())
         best = max(gains, key=gains.__getitem__, default=None)
-        if best is not None and gains[best] >= LEAST_GAIN:
+        if best is not None and gains[best] >= MIN_GAIN:
             found[op] = best
     return dict(sorted(found.items()))
 

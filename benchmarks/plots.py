@@ -40,7 +40,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "liger": {"color": "#a0508f", "linestyle": ":", "marker": "<"},
     "quack": {"color": "#6b6b00", "linestyle": ":", "marker": ">"},
 }
-MOST_COLUMNS = 4  # of panels: more are illegible at the width of a page
+MAX_COLUMNS = 4  # of panels: more are illegible at the width of a page
 DIRECTION_NAMES = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
 
 plt.rcParams.update(
@@ -126,7 +126,7 @@ def _from_zero(panels: Iterable[Axes]) -> None:
 
 def _panels(keys: Sequence[tuple[str, str]]) -> tuple[Figure, dict[tuple[str, str], Axes], float]:
     """A figure with one panel per key, at most four in a row; the panels by key; its height in inches."""
-    columns = min(MOST_COLUMNS, len(keys))
+    columns = min(MAX_COLUMNS, len(keys))
     height = 2.3 * math.ceil(len(keys) / columns) + 1.0
     figure, grid = plt.subplots(
         math.ceil(len(keys) / columns), columns, figsize=(max(7.5, 2.5 * columns), height), squeeze=False

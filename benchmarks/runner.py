@@ -27,7 +27,7 @@ from benchmarks.plan import PARTS, Task, chosen, plan
 
 ROWS = "rows.jsonl"
 ENVIRONMENT = "environment.json"
-LONGEST_TASK = 150.0
+MAX_TASK_SECONDS = 150.0
 """Seconds after which a task counts as hung, unless given."""
 SECONDS_PER_ROW = {"cuda": 0.1, "cpu": 0.2}
 
@@ -177,7 +177,7 @@ def supervise(
     options: Sequence[str] = (),
     log: Any = None,
     most_deaths: int = 12,
-    longest: float = LONGEST_TASK,
+    longest: float = MAX_TASK_SECONDS,
 ) -> None:
     """Run workers until the plan is finished or `seconds` have passed; a task of more than `longest` counts as hung."""
     budget = Budget(seconds)

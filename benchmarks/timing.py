@@ -25,14 +25,14 @@ from transformer_kernels.training.step import matrix_products
 
 Call = Callable[[], object]
 
-SHORTEST_SAMPLE = 1e-3
+MIN_SAMPLE_SECONDS = 1e-3
 """Seconds; faster calls are timed in groups."""
-FEWEST_SAMPLES, MOST_SAMPLES = 5, 101
-MOST_INPUT_SETS = 256
+MIN_SAMPLES, MAX_SAMPLES = 5, 101
+MAX_INPUT_SETS = 256
 CPU_CACHE_BYTES = 32 * 2**20
 """The size of a last-level cache if the system does not report it."""
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
-MOST_OF_A_LIMIT = 1.1
+MAX_FRACTION = 1.1
 """Largest fraction of a limit, noise included; beyond it the limit or the count of the work is wrong."""
 
 
@@ -78,7 +78,7 @@ def cache_bytes(device: torch.device) -> int:
 
 def input_sets(device: torch.device, bytes_per_call: int) -> int:
     """The number of input sets such that two cache sizes of data are read between two uses of one."""
-    return max(1, min(MOST_INPUT_SETS, math.ceil(2 * cache_bytes(device) / max(bytes_per_call, 1))))
+    return max(1, min(MAX_INPUT_SETS, math.ceil(2 * cache_bytes(device) / max(bytes_per_call, 1))))
 
 
 def leaves_cache(device: torch.device, bytes_per_call: int) -> bool:
@@ -105,7 +105,7 @@ def time_calls(device: torch.device, calls: Sequence[Call], seconds: float) -> T
         if not _refused_capture(error):
             raise
         torch.cuda.synchronize(device)
-    repeats = max(1, math.ceil(SHORTEST_SAMPLE / (estimate * len(calls))))
+    repeats = max(1, math.ceil(MIN_SAMPLE_SECONDS / (estimate * len(calls))))
 
     def turns() -> None:
         for _ in range(repeats):
@@ -120,7 +120,7 @@ def _time_by_clock(calls: Sequence[Call], seconds: float) -> Timing:
     for call in calls:
         call()
     estimate = (time.perf_counter() - start) / len(calls)
-    batch = max(1, math.ceil(SHORTEST_SAMPLE / estimate))
+    batch = max(1, math.ceil(MIN_SAMPLE_SECONDS / estimate))
     samples, turn = [], 0
     kept: deque[object] = deque(maxlen=len(calls))  # so that outputs rotate in memory like the inputs
     for _ in range(_sample_count(seconds, estimate * batch)):
@@ -137,7 +137,7 @@ def time_steps(device: torch.device, step: Call, seconds: float) -> Timing:
     """Time whole steps by wall clock, one by one, each to completion: the user-visible latency."""
     synchronize(device)
     samples: list[float] = []
-    while len(samples) < 3 or (sum(samples) < seconds and len(samples) < MOST_SAMPLES):
+    while len(samples) < 3 or (sum(samples) < seconds and len(samples) < MAX_SAMPLES):
         start = time.perf_counter()
         step()
         synchronize(device)
@@ -146,11 +146,11 @@ def time_steps(device: torch.device, step: Call, seconds: float) -> Timing:
 
 
 def _sample_count(seconds: float, one: float) -> int:
-    return max(FEWEST_SAMPLES if one < 1.0 else 3, min(MOST_SAMPLES, int(seconds / one)))
+    return max(MIN_SAMPLES if one < 1.0 else 3, min(MAX_SAMPLES, int(seconds / one)))
 
 
 def _time_by_graph(calls: Sequence[Call], seconds: float, estimate: float) -> Timing:
-    turns = max(1, math.ceil(SHORTEST_SAMPLE / (estimate * len(calls))))
+    turns = max(1, math.ceil(MIN_SAMPLE_SECONDS / (estimate * len(calls))))
     turns = min(turns, max(1, 256 // len(calls)))  # larger graphs take longer to create than to time
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
@@ -248,7 +248,7 @@ def copied_transfers(device: torch.device) -> int:
 
 def _memory_rate(device: torch.device, seconds: float) -> float:
     """Bytes per second over the memory bus in the fastest copy or sum of tensors larger than the cache."""
-    source = torch.randn(max(2 * cache_bytes(device), LEAST_COPY[device.type]) // 4, device=device)
+    source = torch.randn(max(2 * cache_bytes(device), MIN_COPY_BYTES[device.type]) // 4, device=device)
     target = torch.empty_like(source)
     copied = min(time_calls(device, [lambda: target.copy_(source)], seconds).samples)
     read = min(time_calls(device, [source.sum], seconds).samples)
@@ -287,7 +287,7 @@ def _register_rate(dtype: torch.dtype, seconds: float) -> float:
 
 
 REGISTER_SECONDS = 1.0
-LEAST_COPY = {"cpu": 2**28, "cuda": 2**31}
+MIN_COPY_BYTES = {"cpu": 2**28, "cuda": 2**31}
 PRODUCT_SIDES = {"cpu": (512, 1024, 2048, 4096), "cuda": (4096, 8192, 16384)}
 
 

@@ -20,14 +20,14 @@ template <class T> TK_INLINE bool begins_line(int u) {
   constexpr int VECTORS = 64 / (WIDTH * static_cast<int>(sizeof(T)));
   return u % VECTORS == 0;
 }
-template <class T> TK_INLINE void fetch_ahead(const T* place, int u) {
-  if (begins_line<T>(u)) __builtin_prefetch(reinterpret_cast<const char*>(place) + AHEAD);
+template <class T> TK_INLINE void fetch_ahead(const T* address, int u) {
+  if (begins_line<T>(u)) __builtin_prefetch(reinterpret_cast<const char*>(address) + AHEAD);
 }
-template <class T> TK_INLINE void fetch_ahead_to_write(T* place, int u) {
-  if (begins_line<T>(u)) __builtin_prefetch(reinterpret_cast<char*>(place) + AHEAD, 1);
+template <class T> TK_INLINE void fetch_ahead_to_write(T* address, int u) {
+  if (begins_line<T>(u)) __builtin_prefetch(reinterpret_cast<char*>(address) + AHEAD, 1);
 }
-template <class T> TK_INLINE void fetch_below(const T* place, int64_t columns, int u) {
-  if (begins_line<T>(u)) __builtin_prefetch(place + columns, 0, 2);
+template <class T> TK_INLINE void fetch_below(const T* address, int64_t columns, int u) {
+  if (begins_line<T>(u)) __builtin_prefetch(address + columns, 0, 2);
 }
 
 // Whether results are written past the caches, without the read that a line's first store costs: those of so many
@@ -45,16 +45,16 @@ TK_INLINE bool goes_past_caches(int64_t rows, int64_t columns, const T* result, 
 }
 
 template <class T, class L>
-TK_INLINE void store_result(T* place, Floats value, L lanes, int u, [[maybe_unused]] bool past_caches) {
+TK_INLINE void store_result(T* address, Floats value, L lanes, int u, [[maybe_unused]] bool past_caches) {
   if constexpr (sizeof(T) == sizeof(float)) {
 #if defined(__AVX512F__)
-    if (past_caches && lanes.count == WIDTH) return _mm512_stream_ps(reinterpret_cast<float*>(place), value);
+    if (past_caches && lanes.count == WIDTH) return _mm512_stream_ps(reinterpret_cast<float*>(address), value);
 #elif defined(__AVX__)
-    if (past_caches && lanes.count == WIDTH) return _mm256_stream_ps(reinterpret_cast<float*>(place), value);
+    if (past_caches && lanes.count == WIDTH) return _mm256_stream_ps(reinterpret_cast<float*>(address), value);
 #endif
   }
-  fetch_ahead_to_write(place, u);
-  store(place, value, lanes);
+  fetch_ahead_to_write(address, u);
+  store(address, value, lanes);
 }
 
 // After the last of such stores: other threads see them before what this one writes next.
@@ -69,10 +69,10 @@ constexpr int ROW_SLOT = 0, SUMS_SLOT = 1;
 
 // Sums over rows are made over `parts_of(rows)` ranges, and these are added in order: the bits depend on the shape
 // alone. Few rows, which may be long, are still enough for some threads.
-constexpr int64_t ROWS_OF_A_PART = 64, MOST_PARTS = 64, FEWEST_ROWS_OF_A_PART = 8, FEW_PARTS = 8;
+constexpr int64_t ROWS_OF_A_PART = 64, MAX_PARTS = 64, MIN_ROWS_OF_A_PART = 8, FEW_PARTS = 8;
 inline int64_t parts_of(int64_t rows) {
-  const int64_t parts = rows / ROWS_OF_A_PART, small = rows / FEWEST_ROWS_OF_A_PART;
-  if (parts >= FEW_PARTS) return parts < MOST_PARTS ? parts : MOST_PARTS;
+  const int64_t parts = rows / ROWS_OF_A_PART, small = rows / MIN_ROWS_OF_A_PART;
+  if (parts >= FEW_PARTS) return parts < MAX_PARTS ? parts : MAX_PARTS;
   return small < 1 ? 1 : small < FEW_PARTS ? small : FEW_PARTS;
 }
 

@@ -168,9 +168,9 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // A grid along x, the only axis that takes more than 65535 blocks.
 inline dim3 grid_of(int64_t blocks) {
-  constexpr int64_t MOST = std::numeric_limits<int>::max();
-  if (blocks > MOST)
-    throw std::invalid_argument("a launch of the cuda backend has up to " + std::to_string(MOST) +
+  constexpr int64_t LIMIT = std::numeric_limits<int>::max();
+  if (blocks > LIMIT)
+    throw std::invalid_argument("a launch of the cuda backend has up to " + std::to_string(LIMIT) +
                                 " blocks; this call needs " + std::to_string(blocks));
   return dim3(static_cast<unsigned>(blocks));
 }

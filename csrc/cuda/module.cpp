@@ -58,7 +58,7 @@ TK_MODULE(_kernels, "The CUDA kernels.") {
   set(module, "emulated", true);
   for (const PyMethodDef& each :
        {TK_FUNCTION(set_observer,
-                    "The address of a function that is called with each launch in place of running it; 0 for none."),
+                    "The address of a function that is called with each launch instead of running it; 0 for none."),
         TK_FUNCTION(
             set_schedule,
             "The order in which the emulation runs threads, and a seed: lowest_first, one_warp_ahead or random."),

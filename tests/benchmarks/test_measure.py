@@ -127,7 +127,7 @@ def test_no_product_is_faster_than_registers(dtype, monkeypatch):
             limit = max(limit, timing._register_rate(dtype, 0.1))
             samples = [min(timing.time_calls(CPU, [product], 0.1).samples) for product in products]
             fastest = max(fastest, 2.0 * 256**3 / min(samples))
-            if 0.1 * limit < fastest < timing.MOST_OF_A_LIMIT * limit:
+            if 0.1 * limit < fastest < timing.MAX_FRACTION * limit:
                 return
     finally:
         torch.set_num_threads(threads)
@@ -143,7 +143,7 @@ def test_a_row_faster_than_its_limit_fails(bench):
 
 @pytest.mark.parametrize("record", sorted(RESULTS.glob("*/rows.jsonl")), ids=lambda path: path.parent.name)
 def test_no_recorded_row_is_faster_than_its_limit(record):
-    beyond = [row for row in load_rows(record) if row.get("fraction", 0.0) > timing.MOST_OF_A_LIMIT]
+    beyond = [row for row in load_rows(record) if row.get("fraction", 0.0) > timing.MAX_FRACTION]
     assert not beyond, beyond[:3]
 
 
@@ -156,7 +156,7 @@ def test_a_copy_is_counted_with_its_write_allocate(monkeypatch):
 
     monkeypatch.setattr(timing, "time_calls", timed)
     monkeypatch.setattr(timing, "cache_bytes", lambda device: 2**19)
-    monkeypatch.setitem(timing.LEAST_COPY, "cpu", 2**18)
+    monkeypatch.setitem(timing.MIN_COPY_BYTES, "cpu", 2**18)
     assert timing._memory_rate(CPU, 0.1) == 3 * 2**20  # read, allocated, written in the fastest second
     assert copied[0].nbytes == 2**20  # twice the cache
 

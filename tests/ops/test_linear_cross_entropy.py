@@ -264,7 +264,7 @@ def test_never_holds_all_the_logits(device, wanted):
 def test_chunks_are_bounded(classes, dtype, device_type):
     rows = _calls.rows_at_once(classes, dtype, torch.device(device_type))
     within = rows * classes * dtype.itemsize <= _calls.CHUNK_BYTES[device_type]
-    assert within or rows == _calls.FEWEST_ROWS
+    assert within or rows == _calls.MIN_ROWS
 
 
 @pytest.mark.usefixtures("rows_at_once")

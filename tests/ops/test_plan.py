@@ -574,7 +574,7 @@ def test_negated_views():
 
 
 def test_the_number_of_plans_is_bounded(monkeypatch):
-    monkeypatch.setattr(_plan, "MOST_PLANS", 5)
+    monkeypatch.setattr(_plan, "MAX_PLANS", 5)
     for rows in range(1, 20):
         norm(torch.randn(rows, 6))
         assert len(plans("layer_norm")) <= 5

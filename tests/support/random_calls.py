@@ -45,9 +45,9 @@ PATHS = (
     ("attention", "attention._tiles", "DECODE_MINIMUM_KEYS", 16),
     ("attention", "attention._tiles", "ROTATED_KEYS", 8),
     ("cross_entropy", "loss._torch", "ELEMENTS_AT_ONCE", 200),
-    ("cross_entropy", "loss._calls", "FEWEST_ROWS", 16),
+    ("cross_entropy", "loss._calls", "MIN_ROWS", 16),
     ("linear", "linear._cpu", "LIMITS", {}),
-    ("linear", "linear._cpu", "SMALLEST_READ", 0),
+    ("linear", "linear._cpu", "MIN_READ", 0),
     ("linear", "linear._products", "ROWS_WORTH_TRANSPOSING", 2),
 )
 """Thresholds between code paths, and values with which small calls use the path of large ones."""

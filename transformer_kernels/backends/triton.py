@@ -25,7 +25,7 @@ SUPPORTED_VERSIONS = "3.4 or newer, below 4.0"
 
 MINIMUM_CAPABILITY = (8, 0)
 
-MOST_PROGRAMS = (2**31 - 1, 65535, 65535)
+MAX_PROGRAMS = (2**31 - 1, 65535, 65535)
 """CUDA's limits of a grid, per axis."""
 
 INTERPRETED_CAPABILITY = (9, 0)
@@ -76,8 +76,8 @@ class Launch:
         num_stages: int = 1,
     ) -> None:
         self._kernel, self._grid = kernel, (*grid, 1, 1)[:3]
-        if any(blocks > most for blocks, most in zip(self._grid, MOST_PROGRAMS, strict=True)):
-            raise ValueError(f"a launch of the triton backend has up to {MOST_PROGRAMS} programs; this needs {grid}")
+        if any(blocks > most for blocks, most in zip(self._grid, MAX_PROGRAMS, strict=True)):
+            raise ValueError(f"a launch of the triton backend has up to {MAX_PROGRAMS} programs; this needs {grid}")
         self._arguments = (*numbers, *constants)
         self._options = {"num_warps": num_warps, "num_stages": num_stages}
         self._compiled: dict[tuple[Any, ...], Any] | None = None

@@ -17,7 +17,7 @@ from transformer_kernels.backends.triton import Capability, next_power_of_2
 ELEMENTS = 2048
 """Elements of a tile on four warps."""
 
-LONGEST_ROW = 2**31 - 1 - 2**16
+MAX_ROW = 2**31 - 1 - 2**16
 """Kernels index the columns of a row in 32 bits, up to the end of the last block."""
 
 
@@ -87,10 +87,10 @@ class Tiles:
         """The tile for rows of `width` elements of `itemsize` bytes on a device.
 
         Raises:
-            ValueError: rows longer than LONGEST_ROW, which does not apply to `flat`.
+            ValueError: rows longer than MAX_ROW, which does not apply to `flat`.
         """
-        if width > LONGEST_ROW and self.rule is not flat:
-            raise ValueError(f"the triton backend supports rows of up to {LONGEST_ROW} elements; got {width}")
+        if width > MAX_ROW and self.rule is not flat:
+            raise ValueError(f"the triton backend supports rows of up to {MAX_ROW} elements; got {width}")
         key = capability, itemsize, min(max(next_power_of_2(width), self.narrowest), 2 * self.widest)
         tile = self._found.get(key)
         if tile is None:

@@ -153,7 +153,7 @@ def _mixed(high: Tensor, other: Tensor | int, key: Tensor | int) -> Tensor:
     return high.bitwise_xor_(other).bitwise_xor_(key).bitwise_and_(WORD)
 
 
-LEAST_DROPPED = 1 << 13
+MIN_DROPPED = 1 << 13
 """Elements from which the kernel is faster than torch's dropout."""
 
 

@@ -20,7 +20,7 @@ from transformer_kernels.backends.dispatch import get_backend
 from transformer_kernels.ops._dropout import draw_seed
 from transformer_kernels.ops._kernels import Kernels
 
-MOST_PLANS = 1024
+MAX_PLANS = 1024
 """Per operation; above this all are dropped. A plan occupies about a kilobyte."""
 
 INDICES = (torch.int64, torch.int32)
@@ -286,8 +286,8 @@ def remember(plans: Plans, layout: Hashable, plan: Plan, values: tuple[Any, ...]
 
 
 def keep(plans: dict[Any, Any], layout: Hashable, plan: Any) -> None:
-    """Keep a plan, or what else is known of calls of a layout, and at most MOST_PLANS of them."""
-    if len(plans) >= MOST_PLANS:
+    """Keep a plan, or what else is known of calls of a layout, and at most MAX_PLANS of them."""
+    if len(plans) >= MAX_PLANS:
         plans.clear()
     plans[layout] = plan
 

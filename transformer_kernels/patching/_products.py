@@ -19,8 +19,8 @@ from transformer_kernels.ops._foreign import UNPATCH, foreign, transformed
 from transformer_kernels.ops._operation import autocast_dtype
 from transformer_kernels.patching._swap import Mixin, is_plain, swap
 
-FEWEST_ROWS = 256
-FEWEST_PRODUCTS = 3 << 19
+MIN_ROWS = 256
+MIN_PRODUCTS = 3 << 19
 """Products of a weight (K, N), which the kernels transpose, from which ours are faster."""
 
 
@@ -47,7 +47,7 @@ def linear_is_ours(x: Tensor, weight: Tensor, backend: str | None) -> bool:
 def _are_ours(x: Tensor, weight: Tensor, backend: str | None, forward_alone: bool) -> bool:
     if not is_eager_cpu(x) or requested(backend) not in ("cpu", "auto") or cpu.unavailable(x.device):
         return False
-    if foreign(weight) is not None or weight.dtype is not torch.float32 or x.numel() < FEWEST_ROWS * x.shape[-1]:
+    if foreign(weight) is not None or weight.dtype is not torch.float32 or x.numel() < MIN_ROWS * x.shape[-1]:
         return False
     from transformer_kernels.ops.linear._cpu import largest_weight, processor
 
@@ -87,7 +87,7 @@ class Linear(AnyLinear):
     """x W^T + b of a layer inside a model; the report does not list it."""
 
     def forward(self, input: Tensor) -> Tensor:
-        few = not is_compiling() and input.numel() < FEWEST_ROWS * self.in_features
+        few = not is_compiling() and input.numel() < MIN_ROWS * self.in_features
         if few or not linear_is_ours(input, self.weight, self.backend):
             return F.linear(input, self.weight, self.bias)
         return ops.linear(input, self.weight, self.bias, backend=self.backend)
@@ -102,7 +102,7 @@ def adopt_linear_layers(module: nn.Module) -> None:
 
 def by_columns(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None) -> Tensor:
     """x W + b, x (..., K), weight (K, N)."""
-    few = not torch.is_grad_enabled() and not is_compiling() and x.numel() < FEWEST_ROWS * x.shape[-1]
-    if not few and are_ours(x, weight, backend) and x.numel() * weight.shape[1] >= FEWEST_PRODUCTS:
+    few = not torch.is_grad_enabled() and not is_compiling() and x.numel() < MIN_ROWS * x.shape[-1]
+    if not few and are_ours(x, weight, backend) and x.numel() * weight.shape[1] >= MIN_PRODUCTS:
         return ops.linear(x, weight.t(), bias, backend=backend)
     return x @ weight if bias is None else torch.addmm(bias, x.flatten(0, -2), weight).view(*x.shape[:-1], -1)

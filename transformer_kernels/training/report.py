@@ -9,7 +9,7 @@ from typing import Any
 from transformer_kernels.pretrained.generation import Choice
 from transformer_kernels.training.loop.trainer import Result, Trainer
 
-LONGEST_CHARACTER = 4  # bytes of a UTF-8 character, hence its maximum number of tokens
+MAX_CHARACTER_BYTES = 4  # bytes of a UTF-8 character, hence its maximum number of tokens
 
 
 def describe_result(trainer: Trainer, result: Result) -> str:
@@ -62,7 +62,7 @@ def decoded(tokens: Iterable[int], tokenizer: Any) -> Iterator[str]:
     for token in tokens:
         buffered.append(token)
         piece = tokenizer.decode(buffered)
-        if not piece.endswith("\ufffd") or len(buffered) == LONGEST_CHARACTER:
+        if not piece.endswith("\ufffd") or len(buffered) == MAX_CHARACTER_BYTES:
             yield piece
             buffered = []
     if buffered:

@@ -30,7 +30,7 @@ VARIABLE = "TRANSFORMER_KERNELS_VERIFY"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 RELATIVE_RMS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 """The limit of the root mean square of an error over that of the exact result."""
-LEAST_OF_GRADIENTS = 1e-3
+MIN_GRADIENT = 1e-3
 """A gradient far smaller than the largest of a call is the difference of larger terms: this share of it counts."""
 SIZES = {"rows": ((12, 64), (5, 1030), (3, 9000)), "attention": ((33, 64), (300, 64), (130, 128), (70, 40))}
 """Rows and columns of the cases: a warp per row, a block per row, a row in several passes; short and long sequences."""
@@ -154,7 +154,7 @@ def run_case(case: Case, backend: str, device: torch.device) -> Iterator[Verdict
     synchronize(device)
     doubles = [cotangent.double() for cotangent in cotangents]
     exact_gradients = torch.autograd.grad(wanted, [exact[name] for name in names], doubles)
-    why = _beyond(limit, list(zip(names, gradients, exact_gradients, strict=True)), LEAST_OF_GRADIENTS)
+    why = _beyond(limit, list(zip(names, gradients, exact_gradients, strict=True)), MIN_GRADIENT)
     yield Verdict(**named, direction="backward", outcome=WRONG if why else PASSED, why=why)
 
 

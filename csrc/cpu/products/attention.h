@@ -234,7 +234,7 @@ TK_INLINE void fetch(const AttentionCall& call, const View& tensor, int64_t batc
 }
 
 // Products that one register adds up; the scores of wider heads are sums of such.
-constexpr int64_t LONGEST_SCORE = 128;
+constexpr int64_t MAX_SCORE_SUM = 128;
 
 // C = A B with A's rows `a_row` apart, where no register adds up more than `longest` of the K products.
 TK_INLINE void product_in_pieces(int64_t longest, const float* a, int64_t a_row, const float* b, int64_t b_row,

@@ -327,18 +327,19 @@ template <class Operands> void backward(const AttentionCall& call, const Options
   const int64_t owners = span_count(call) * call.kv_heads, threads = thread_count();
   const int64_t rows = call.heads / call.kv_heads * call.queries, rounds = (owners + threads - 1) / threads;
   const bool queries = call.dq.data, keys = call.dk.data || call.dv.data;
-  const bool apart = queries && keys && !call.cu_seqlens && 5 * owners < 4 * rounds * threads && owners < 4 * threads;
-  const int64_t parts = apart || !(queries && keys)
+  const bool separate =
+      queries && keys && !call.cu_seqlens && 5 * owners < 4 * rounds * threads && owners < 4 * threads;
+  const int64_t parts = separate || !(queries && keys)
                             ? parts_of(owners, smaller((rows + SIZE - 1) / SIZE, (call.keys + CHUNK - 1) / CHUNK))
                             : 1;
-  const int64_t kinds = apart ? 2 : 1, tasks = owners * parts * kinds;
+  const int64_t kinds = separate ? 2 : 1, tasks = owners * parts * kinds;
   const int64_t length = call.cu_seqlens ? call.queries / span_count(call) + 1 : call.keys;
   parallel_for(tasks, rows * length / parts * call.width / 4, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
       const int64_t owner = task / (parts * kinds), kind = task % kinds, part = task / kinds % parts;
       const Span span = span_at(call, owner / call.kv_heads);
       backward_task<Operands>(call, options, span, owner % call.kv_heads,
-                              {queries && (!apart || kind == 0), keys && (!apart || kind == 1), part, parts});
+                              {queries && (!separate || kind == 0), keys && (!separate || kind == 1), part, parts});
     }
   });
 }

@@ -126,7 +126,7 @@ struct Wide {
              Tile& tile) const {
     const int64_t column = n * WIDTH, at_tile = low * SIZE + column;
     // Where eager PyTorch's own sums are short.
-    const int64_t longest = block.lanes.count <= SMALL_BLOCK ? SHORT_SUM : LONGEST_SCORE;
+    const int64_t longest = block.lanes.count <= SMALL_BLOCK ? SHORT_SUM : MAX_SCORE_SUM;
     const auto multiply = [&](const Matrix& rows, const float* columns, float* to) TK_LAMBDA {
       product_in_pieces(longest, rows.at(low), rows.row, columns + column, SIZE, to + at_tile, SIZE, count, registers,
                         call.width, fetches);

@@ -49,11 +49,11 @@ template <int M, class T> struct DecodeQueries {
   float *scores, *sums;
   int64_t width, pitch;
 
-  template <int R> TK_INLINE void score(int64_t i, int64_t apart) const {
+  template <int R> TK_INLINE void score(int64_t i, int64_t stride) const {
     const T* key[R];
     Floats total[R][M] = {};
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) key[r] = keys.at_key(i + r * apart);
+    for (int r = 0; r < R; ++r) key[r] = keys.at_key(i + r * stride);
     auto step = [&](int64_t d, auto lanes) TK_LAMBDA {
       Floats query[M];
 #pragma GCC unroll 4
@@ -71,19 +71,20 @@ template <int M, class T> struct DecodeQueries {
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-      for (int m = 0; m < M; ++m) scores[m * SPLIT_KEYS + i + r * apart] = sum(total[r][m]);
+      for (int m = 0; m < M; ++m) scores[m * SPLIT_KEYS + i + r * stride] = sum(total[r][m]);
   }
 
   // Adds the values of rows i, i + apart ... (R of them), i < end, in N registers from column d on.
-  template <int R, int N, class L> TK_INLINE void add(int64_t i, int64_t end, int64_t apart, int64_t d, L lanes) const {
+  template <int R, int N, class L> TK_INLINE void add(int64_t i, int64_t end, int64_t stride, int64_t d,
+                                                      L lanes) const {
     Floats total[M][N] = {};
     for (; i < end; ++i)
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
-        const T* value = values.at_key(i + r * apart) + d;
+        const T* value = values.at_key(i + r * stride) + d;
         Floats weight[M];
 #pragma GCC unroll 4
-        for (int m = 0; m < M; ++m) weight[m] = splat(scores[m * SPLIT_KEYS + i + r * apart]);
+        for (int m = 0; m < M; ++m) weight[m] = splat(scores[m * SPLIT_KEYS + i + r * stride]);
 #pragma GCC unroll 8
         for (int n = 0; n < N; ++n) {
           const Floats row = values.read(value + n * WIDTH, lanes);
@@ -100,14 +101,14 @@ template <int M, class T> struct DecodeQueries {
       }
   }
 
-  template <int R> void add_rows(int64_t i, int64_t end, int64_t apart) const {
+  template <int R> void add_rows(int64_t i, int64_t end, int64_t stride) const {
     constexpr int N = VALUE_REGISTERS<M>;
     for (; i < end; i += SHORT_SUM / R) {
       const int64_t to = smaller(end, i + SHORT_SUM / R);
       int64_t d = 0;
-      for (; d + N * WIDTH <= width; d += N * WIDTH) add<R, N>(i, to, apart, d, Whole{});
-      for (; d + WIDTH <= width; d += WIDTH) add<R, 1>(i, to, apart, d, Whole{});
-      if (d < width) add<R, 1>(i, to, apart, d, Part{static_cast<int>(width - d)});
+      for (; d + N * WIDTH <= width; d += N * WIDTH) add<R, N>(i, to, stride, d, Whole{});
+      for (; d + WIDTH <= width; d += WIDTH) add<R, 1>(i, to, stride, d, Whole{});
+      if (d < width) add<R, 1>(i, to, stride, d, Part{static_cast<int>(width - d)});
     }
   }
 

@@ -22,12 +22,12 @@ template <int REGISTERS> struct State {
   }
 };
 
-// Whether some element of `count` rows, `apart` elements from each other, is non-finite.
-inline bool has_nonfinite(const float* rows, int64_t count, int64_t pitch, int64_t apart) {
+// Whether some element of `count` rows, `stride` elements from each other, is non-finite.
+inline bool has_nonfinite(const float* rows, int64_t count, int64_t pitch, int64_t stride) {
   Floats all[4] = {};
   for (int64_t i = 0; i < count; ++i)
     over_columns(pitch, [&](int64_t d, auto lanes, int u) TK_LAMBDA {
-      all[u] = fma(load(rows + i * apart + d, lanes), splat(0.f), all[u]);
+      all[u] = fma(load(rows + i * stride + d, lanes), splat(0.f), all[u]);
     });
   const Floats any = (all[0] + all[1]) + (all[2] + all[3]);
   return lane_bits(any != any) != 0;
@@ -121,7 +121,7 @@ template <int LANE_REGISTERS> struct Wide {
   void clear_VKQ() const { memset(VKQ, 0, sizeof(float) * SIZE * pitch); }
 
   void score(const AttentionCall& call, int64_t key, int64_t rows, int registers) {
-    product_in_pieces(LONGEST_SCORE, rows_of_keys.at(at_row(key)), rows_of_keys.row, transposed, SIZE, KQ, SIZE, rows,
+    product_in_pieces(MAX_SCORE_SUM, rows_of_keys.at(at_row(key)), rows_of_keys.row, transposed, SIZE, KQ, SIZE, rows,
                       registers, call.width, &fetches);
   }
 

@@ -16,11 +16,11 @@ constexpr int64_t ROWS_OF_BLOCK = 48;  // rows of the left operand that are mult
 // Products that one register accumulates; longer sums are made of such. With 512 the error exceeds twice that of MKL at
 // K = 1024.
 // A panel of so many steps stays in the first-level cache, or, where registers are wide enough, in the second.
-constexpr int64_t LONGEST_SUM = FUSES ? 256 : 32;
+constexpr int64_t MAX_SUM = FUSES ? 256 : 32;
 constexpr int64_t DEPTH_STEPS = 96;  // steps of x and dz whose products one tile of a weight gradient adds up
 constexpr int64_t PAIRED_COLUMNS = 32;  // a multiple of which is packed of the left operand of a weight gradient
 constexpr int LINES_AHEAD = 4;  // of each operand of a weight gradient, fetched each 16 steps
-constexpr int64_t FEWEST_OWN = 24;  // rows of dweight that are worth packing x for
+constexpr int64_t MIN_OWN_ROWS = 24;  // rows of dweight that are worth packing x for
 
 // What the micro-kernel reads and writes for a T: bfloat16 only where it multiplies that.
 #if defined(__AVX512BF16__)
@@ -35,10 +35,10 @@ struct Residual {
   const float* gradient = nullptr;
   float* sum = nullptr;
 
-  TK_INLINE Residual at(int64_t place) const { return sum ? Residual{gradient + place, sum + place} : Residual{}; }
+  TK_INLINE Residual at(int64_t index) const { return sum ? Residual{gradient + index, sum + index} : Residual{}; }
   // The product is added as T holds it.
-  template <class T, class L> TK_INLINE void put(int64_t place, Floats product, L lanes) const {
-    store(sum + place, as_stored<T>(product) + load(gradient + place, lanes), lanes);
+  template <class T, class L> TK_INLINE void put(int64_t index, Floats product, L lanes) const {
+    store(sum + index, as_stored<T>(product) + load(gradient + index, lanes), lanes);
   }
 };
 
@@ -73,10 +73,10 @@ __attribute__((noinline)) void strip(const T* left, int64_t pitch, int64_t rows,
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) {
         T* here = to + m * z.pitch + n * WIDTH;
-        const int64_t place = (r + m) * z.pitch + n * WIDTH;
+        const int64_t index = (r + m) * z.pitch + n * WIDTH;
         auto finish = [&](auto lanes) TK_LAMBDA {
           const Floats value = sum[m][n] + (added ? load(added + n * WIDTH) : load(here, lanes));
-          if (z.residual.sum) return z.residual.template put<T>(place, value, lanes);
+          if (z.residual.sum) return z.residual.template put<T>(index, value, lanes);
           store(here, relu ? (value < 0.f ? splat(0.f) : value) : value, lanes);
         };
         if (n + 1 < N || last == WIDTH) finish(Whole{});
@@ -184,7 +184,7 @@ void multiply(const T* left, int64_t rows, int64_t depth, const float* panels, i
   using L = typename Multiplied<T>::type;
   constexpr bool WIDENED = sizeof(L) != sizeof(T);
   const Rows<L> operand = readable<L>(left, rows, depth);
-  const int64_t steps = steps_of<L>(depth), longest = sizeof(L) == 2 ? steps : LONGEST_SUM;
+  const int64_t steps = steps_of<L>(depth), longest = sizeof(L) == 2 ? steps : MAX_SUM;
   L* wide = WIDENED ? scratch<L>(RESULT, ROWS_OF_BLOCK * PANEL) : nullptr;
   for (int64_t n = 0; n < N; n += PANEL) {
     const Columns<T> part{z + n, N, smaller(PANEL, N - n)};
@@ -205,9 +205,9 @@ void multiply(const T* left, int64_t rows, int64_t depth, const float* panels, i
       for (int64_t r = 0; r < rows; ++r)
         over_columns(part.count, [&](int64_t j, auto lanes, int) TK_LAMBDA {
           const Floats value = load(wide + r * PANEL + j, lanes);
-          const int64_t place = r * N + n + j;
-          if (residual.sum) residual.template put<T>(place, value, lanes);
-          else store(z + place, value, lanes);
+          const int64_t index = r * N + n + j;
+          if (residual.sum) residual.template put<T>(index, value, lanes);
+          else store(z + index, value, lanes);
         });
     finish(n, part);
   }
@@ -284,7 +284,7 @@ void backward_weight(const T* dz, const T* x, W* dweight, float* dbias, int64_t 
   const int64_t panels = dweight ? panels_of(K) : 1;
   // By panels each is packed by one thread, and dz, which all pack, is narrower.
   const bool by_panels = K > N && panels % threads == 0;
-  const int64_t own = by_panels ? N : larger(share, FEWEST_OWN), parts = (N + own - 1) / own;
+  const int64_t own = by_panels ? N : larger(share, MIN_OWN_ROWS), parts = (N + own - 1) / own;
   parallel_for(parts * panels, own * (dweight ? PANEL : 1) * M / 4, [&](int64_t begin, int64_t end) {
     const int64_t kept = aligned(own, PAIRED_COLUMNS) + LINE, pitch = PACKED ? kept * PER_STEP<L> : N;
     float* right = scratch<float>(PANELS, DEPTH_STEPS * PANEL);

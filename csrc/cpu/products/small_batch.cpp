@@ -18,7 +18,7 @@ template <class T> struct Product {
 };
 
 // Columns n, n + apart, ... of M rows of y; R of them.
-template <int M, int R, class T> TK_INLINE void dot(const Product<T>& p, int64_t row, int64_t n, int64_t apart) {
+template <int M, int R, class T> TK_INLINE void dot(const Product<T>& p, int64_t row, int64_t n, int64_t stride) {
   Floats sums[R][M] = {};
   auto step = [&](int64_t k, auto lanes) TK_LAMBDA {
     Floats x[M];
@@ -26,7 +26,7 @@ template <int M, int R, class T> TK_INLINE void dot(const Product<T>& p, int64_t
     for (int m = 0; m < M; ++m) x[m] = load(p.x + (row + m) * p.depth + k, lanes);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-      const T* weight = p.weight + (n + r * apart) * p.depth + k;
+      const T* weight = p.weight + (n + r * stride) * p.depth + k;
       __builtin_prefetch(reinterpret_cast<const char*>(weight) + BYTES_AHEAD);
       const Floats w = load(weight, lanes);
 #pragma GCC unroll 4
@@ -38,7 +38,7 @@ template <int M, int R, class T> TK_INLINE void dot(const Product<T>& p, int64_t
   if (k < p.depth) step(k, Part{static_cast<int>(p.depth - k)});
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
-    const int64_t column = n + r * apart;
+    const int64_t column = n + r * stride;
     const float bias = p.bias ? element(p.bias[column]) : 0.f;
 #pragma GCC unroll 4
     for (int m = 0; m < M; ++m) store(p.y + (row + m) * p.columns + column, splat(sum(sums[r][m]) + bias), Part{1});
@@ -47,11 +47,11 @@ template <int M, int R, class T> TK_INLINE void dot(const Product<T>& p, int64_t
 
 template <int M, class T> void multiply(const Product<T>& p, int64_t row) {
   constexpr int R = STREAMS<M>;
-  const int64_t apart = p.columns / R;
-  parallel_for(apart, R * p.depth, [&](int64_t begin, int64_t end) {
-    for (int64_t n = begin; n < end; ++n) dot<M, R>(p, row, n, apart);
+  const int64_t stride = p.columns / R;
+  parallel_for(stride, R * p.depth, [&](int64_t begin, int64_t end) {
+    for (int64_t n = begin; n < end; ++n) dot<M, R>(p, row, n, stride);
   });
-  for (int64_t n = apart * R; n < p.columns; ++n) dot<M, 1>(p, row, n, 0);
+  for (int64_t n = stride * R; n < p.columns; ++n) dot<M, 1>(p, row, n, 0);
 }
 
 }  // namespace

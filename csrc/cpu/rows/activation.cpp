@@ -86,8 +86,8 @@ template <class T> struct Gated {
     parallel_for((count + size - 1) / size, WORK * size, [&](int64_t first, int64_t last) {
       for (int64_t i = first; i < last; ++i) {
         const int64_t begin = i * size, end = begin + size < count ? begin + size : count,
-                      place = up ? begin : 2 * begin;
-        over_columns(end - begin, [&](int64_t j, auto lanes, int u) TK_LAMBDA { f(begin + j, place + j, lanes, u); });
+                      index = up ? begin : 2 * begin;
+        over_columns(end - begin, [&](int64_t j, auto lanes, int u) TK_LAMBDA { f(begin + j, index + j, lanes, u); });
       }
     });
   }
@@ -158,9 +158,9 @@ void gated_forward(const ActivationForward& call) {
       const Gated<T> from{at<const T>(call.x), at<const T>(call.up), rows, columns};
       const T* factor = from.second(from.gate, from.up);
       T* to = result_at<T>(call.y, rows * columns);
-      from.each([&](int64_t j, int64_t place, auto lanes, int u) TK_LAMBDA {
-        fetch_ahead(from.gate + place, u), fetch_ahead(factor + place, u), fetch_ahead_to_write(to + j, u);
-        store(to + j, activation.value(load(from.gate + place, lanes)) * load(factor + place, lanes), lanes);
+      from.each([&](int64_t j, int64_t index, auto lanes, int u) TK_LAMBDA {
+        fetch_ahead(from.gate + index, u), fetch_ahead(factor + index, u), fetch_ahead_to_write(to + j, u);
+        store(to + j, activation.value(load(from.gate + index, lanes)) * load(factor + index, lanes), lanes);
       });
     });
   });
@@ -175,13 +175,13 @@ void gated_backward(const ActivationBackward& call) {
       const T *came = at<const T>(call.dy), *factor = from.second(from.gate, from.up);
       T* to = result_at<T>(call.dx, (from.up ? 1 : 2) * rows * columns);
       T* to_factor = from.second(to, result_at<T>(call.dup, rows * columns));
-      from.each([&](int64_t j, int64_t place, auto lanes, int u) TK_LAMBDA {
-        fetch_ahead(came + j, u), fetch_ahead(from.gate + place, u), fetch_ahead(factor + place, u);
-        fetch_ahead_to_write(to + place, u), fetch_ahead_to_write(to_factor + place, u);
+      from.each([&](int64_t j, int64_t index, auto lanes, int u) TK_LAMBDA {
+        fetch_ahead(came + j, u), fetch_ahead(from.gate + index, u), fetch_ahead(factor + index, u);
+        fetch_ahead_to_write(to + index, u), fetch_ahead_to_write(to_factor + index, u);
         const Floats gradient = load(came + j, lanes);
-        const ValueAndSlope gated = activation.both(load(from.gate + place, lanes));
-        store(to + place, gradient * load(factor + place, lanes) * gated.slope, lanes);
-        store(to_factor + place, gradient * gated.value, lanes);
+        const ValueAndSlope gated = activation.both(load(from.gate + index, lanes));
+        store(to + index, gradient * load(factor + index, lanes) * gated.slope, lanes);
+        store(to_factor + index, gradient * gated.value, lanes);
       });
     });
   });

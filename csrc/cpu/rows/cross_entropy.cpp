@@ -159,7 +159,7 @@ void cross_entropy_forward(const CrossEntropyForward& call) {
     const T* logits = at<const T>(call.logits);
     const bool in_place = call.dlogits == call.logits;
     T* dlogits = in_place ? at<T>(call.dlogits) : result_at<T>(call.dlogits, rows * classes);
-    const int64_t apart = in_place ? stride : classes;
+    const int64_t pitch = in_place ? stride : classes;
     // one(row of the batch, logits, class, where the gradient goes),
     // and then finish(row, class, softmax, log of its sum, where).
     const auto over_rows = [&](int64_t begin, int64_t end, int64_t batch, const auto& one, const auto& finish)
@@ -170,12 +170,12 @@ void cross_entropy_forward(const CrossEntropyForward& call) {
         const int64_t size = first + batch < end ? batch : end - first;
         for (int64_t k = 0; k < size; ++k) {
           const int64_t i = first + k, target = classes_of[i];
-          softmax[k] = target == ignored ? Softmax{0.f, 1.f} : one(k, logits + i * stride, target, dlogits + i * apart);
+          softmax[k] = target == ignored ? Softmax{0.f, 1.f} : one(k, logits + i * stride, target, dlogits + i * pitch);
         }
         for (int64_t k = 0; k < size; ++k) log_totals[k] = __builtin_logf(softmax[k].total);
         for (int64_t k = 0; k < size; ++k) {
           const int64_t i = first + k, target = classes_of[i];
-          T* out = dlogits + i * apart;
+          T* out = dlogits + i * pitch;
           if (statistics) statistics[i] = softmax[k].top, statistics[rows + i] = 1.f / softmax[k].total;
           losses[i] = target == ignored ? 0.f : finish(k, target, softmax[k], log_totals[k], out);
           if (target == ignored && dlogits) memset(out, 0, static_cast<size_t>(classes) * sizeof(T));

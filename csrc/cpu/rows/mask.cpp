@@ -56,10 +56,10 @@ template <class T> TK_INLINE int64_t trailing(const T* row, int64_t count, Patte
 
 template <class T> TK_INLINE int64_t matching(const T* row, int64_t count, Pattern<T> pattern) {
   using V = typename Vector<T>::type;
-  constexpr int64_t SIZE = Vector<T>::SIZE, MOST = sizeof(T) == 1 ? 255 : 65535;  // that a lane counts
+  constexpr int64_t SIZE = Vector<T>::SIZE, LIMIT = sizeof(T) == 1 ? 255 : 65535;  // that a lane counts
   int64_t total = 0, i = 0;
   while (i + SIZE <= count) {
-    const int64_t steps = (count - i) / SIZE < MOST ? (count - i) / SIZE : MOST;
+    const int64_t steps = (count - i) / SIZE < LIMIT ? (count - i) / SIZE : LIMIT;
     V counts = {};
     for (int64_t step = 0; step < steps; ++step, i += SIZE)
       counts -= (V)((*reinterpret_cast<const V*>(row + i) & pattern.used) == (pattern.value + V{}));

@@ -98,9 +98,9 @@ template <class T, class F> void dispatch_row_layout(int columns, bool aligned, 
 
 // Limit on columns: 32-bit indices, which may exceed the row by a block of THREADS * VECTOR.
 inline int row_length(int64_t columns) {
-  constexpr int64_t MOST = std::numeric_limits<int>::max() - 4096;
-  if (columns > MOST)
-    throw std::invalid_argument("the cuda backend supports rows of up to " + std::to_string(MOST) + " elements; got " +
+  constexpr int64_t LIMIT = std::numeric_limits<int>::max() - 4096;
+  if (columns > LIMIT)
+    throw std::invalid_argument("the cuda backend supports rows of up to " + std::to_string(LIMIT) + " elements; got " +
                                 std::to_string(columns));
   return static_cast<int>(columns);
 }

@@ -23,7 +23,7 @@ from transformer_kernels.ops.linear._products import Gradients, gradients, produ
 
 SMALL_BATCH = 4
 """Rows of x up to which reading the weights is what a product costs."""
-SMALLEST_READ = 1 << 18
+MIN_READ = 1 << 18
 """Elements of a weight below which it may be in a cache, and PyTorch's product is called in less time."""
 
 # Written by benchmarks/linear_limits.py.
@@ -84,7 +84,7 @@ class Kernels(_kernels.Kernels):
 
 def _is_small_batch(call: LinearCall) -> bool:
     x, weight, bias, _ = call
-    if x.numel() > SMALL_BATCH * x.shape[-1] or weight.numel() < SMALLEST_READ or not weight.is_contiguous():
+    if x.numel() > SMALL_BATCH * x.shape[-1] or weight.numel() < MIN_READ or not weight.is_contiguous():
         return False
     return x.dtype is weight.dtype and (bias is None or x.dtype is bias.dtype)
 

@@ -20,14 +20,14 @@ CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 128 << 20}
 """Maximum bytes of a chunk's logits. CPU: about a last-level cache. GPU: small next to a model's other tensors, with
 enough rows for products at full rate and a negligible cost of accumulating dweight."""
 
-FEWEST_ROWS = 512
+MIN_ROWS = 512
 """Minimum rows per chunk: each chunk reads the weight twice and accumulates dweight once."""
 
 
 def rows_at_once(classes: int, dtype: torch.dtype, device: torch.device) -> int:
     """Rows per chunk."""
     kind = "cpu" if device.type == "cpu" else "cuda"
-    return max(CHUNK_BYTES[kind] // (classes * dtype.itemsize), FEWEST_ROWS)
+    return max(CHUNK_BYTES[kind] // (classes * dtype.itemsize), MIN_ROWS)
 
 
 class RowLoss(NamedTuple):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from transformer_kernels.ops import norm
-from transformer_kernels.ops._dropout import LEAST_DROPPED
+from transformer_kernels.ops._dropout import MIN_DROPPED
 from transformer_kernels.ops._pattern import (
     SMALL,
     As,
@@ -185,7 +185,7 @@ def _residual(match: Match, name: str) -> str | None:
         return "a summand broadcasts"
     if bound.get("weight") is None:
         return "it has no weight"
-    dropped = "p" in bound and match.size(*summed.shape) >= LEAST_DROPPED
+    dropped = "p" in bound and match.size(*summed.shape) >= MIN_DROPPED
     return None if dropped or is_faster(match, name, summed) else SMALL
 
 

@@ -48,7 +48,7 @@ PAIRS = Call("pairs", _first(_alternate(0), _alternate(1)), _second(_alternate(0
 
 COMPLEX = Call("real_pairs", Call("as_complex", X) * Input("phase"))
 
-LEAST_ELEMENTS = 1 << 17
+MIN_ELEMENTS = 1 << 17
 """Elements from which one pass is faster than several of PyTorch's."""
 
 
@@ -125,7 +125,7 @@ def _replace(whole: bool, interleaved: bool, sign: float = 1.0) -> Any:
         axis = _axis(x, cos)
         if axis is None:
             return "its table does not broadcast over heads alone"
-        if match.is_auto and match.size(*x.shape) < LEAST_ELEMENTS // (2 if match.trains else 1):
+        if match.is_auto and match.size(*x.shape) < MIN_ELEMENTS // (2 if match.trains else 1):
             return SMALL
         rotate = Rotate(axis, interleaved, whole, sign, match.dtype)
         tables = Prepared(Tables(axis, whole, sign), (bound["cos"], bound["sin"]))
@@ -143,7 +143,7 @@ def _by_phase(match: Match) -> Replacement | str:
     axis = _axis(x, phase)
     if axis is None:
         return "its table does not broadcast over heads alone"
-    if match.is_auto and match.size(*x.shape) < LEAST_ELEMENTS // (2 if match.trains else 1):
+    if match.is_auto and match.size(*x.shape) < MIN_ELEMENTS // (2 if match.trains else 1):
         return SMALL
     values = (match.bound["x"], None, None, Prepared(Phases(axis), (match.bound["phase"],)))
     return Replacement(Rotate(axis, True, False, 1.0, match.dtype), values)

@@ -15,13 +15,13 @@ from torch import Tensor
 from transformer_kernels import ops
 from transformer_kernels.backends import cpu
 from transformer_kernels.ops._crossovers import prefers_torch
-from transformer_kernels.ops._dropout import LEAST_DROPPED, has_dropout_kernel
+from transformer_kernels.ops._dropout import MIN_DROPPED, has_dropout_kernel
 from transformer_kernels.ops._dropout import dropout as dropout_kernel
 from transformer_kernels.ops._pattern import Call, Input, Match, Number, Option, Pattern, Replacement
 from transformer_kernels.ops.attention._pattern import grouped
 from transformer_kernels.ops.linear._cpu import largest_weight, processor
 from transformer_kernels.patching import _torch_calls as calls
-from transformer_kernels.patching._products import FEWEST_ROWS, faster_linear
+from transformer_kernels.patching._products import MIN_ROWS, faster_linear
 
 X = Input("x")
 LINEAR = Call("linear", X, Input("weight"), Option("bias"))
@@ -66,7 +66,7 @@ def _faster_linear(match: Match, x: Any, weight: Any, values: tuple[Any, ...]) -
 
 def _multiplies(match: Match, x: Any, weight: Any) -> bool:
     """`linear_is_ours`, for tensors without values and while PyTorch compiles."""
-    if x.numel() < FEWEST_ROWS * x.shape[-1] or cpu.unavailable(x.device) is not None:
+    if x.numel() < MIN_ROWS * x.shape[-1] or cpu.unavailable(x.device) is not None:
         return False
     if not match.trains and processor(cpu.load()) != "AMD":
         return False
@@ -99,7 +99,7 @@ def _dropout(match: Match) -> Replacement | str:
     x = match.fake("x")
     if not has_dropout_kernel(x) or x.dtype is not match.dtype:
         return "its mask is drawn by PyTorch on this device and for this dtype"
-    if match.is_auto and match.size(*x.shape) < LEAST_DROPPED:
+    if match.is_auto and match.size(*x.shape) < MIN_DROPPED:
         return FASTER
     if "residual" not in match.bound:
         return Replacement(dropout, (match.bound["x"], match.bound["p"]))

@@ -14,7 +14,7 @@ from torch.nn.modules import transformer
 
 from transformer_kernels import ops
 from transformer_kernels.ops._pattern import Call, Match, Option, Pattern, Prepared, Replacement
-from transformer_kernels.patching._products import FEWEST_ROWS, faster_linear
+from transformer_kernels.patching._products import MIN_ROWS, faster_linear
 
 PARAMETERS = ("x", "width", "heads", "in_weight", "in_bias", "out_weight", "out_bias", "gelu", "norm_first", "eps",
               "weight1", "bias1", "weight2", "bias2", "up_weight", "up_bias", "down_weight", "down_bias", "mask",
@@ -74,7 +74,7 @@ def _replace(match: Match) -> Replacement | str:
         return "the dtypes differ"
     if torch.is_autocast_enabled(x.device.type):
         return "autocast chooses its dtypes"
-    if match.is_auto and (not x.is_cpu or match.size(*x.shape[:-1]) < FEWEST_ROWS):
+    if match.is_auto and (not x.is_cpu or match.size(*x.shape[:-1]) < MIN_ROWS):
         return "PyTorch's function is the faster one at this size"
     values = tuple(match.bound[name] for name in PARAMETERS)
     mask = match.bound["mask"]

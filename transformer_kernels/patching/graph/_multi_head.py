@@ -100,12 +100,12 @@ def _replace(match: Match) -> Replacement | str:
         return "its input is not (L, B, E) of a dtype with a kernel"
     if torch.is_autocast_enabled(query.device.type):
         return "autocast chooses its dtypes"
-    if match.is_auto and match.size(*query.shape) < LEAST_ELEMENTS:
+    if match.is_auto and match.size(*query.shape) < MIN_ELEMENTS:
         return "PyTorch's function is the faster one at this size"
     return Replacement(multi_head_attention, tuple(bound[name] for name in USED))
 
 
-LEAST_ELEMENTS = 1 << 14
+MIN_ELEMENTS = 1 << 14
 """Elements of the queries from which the parts are faster than torch's function."""
 
 PATTERNS = (Pattern("multi_head_attention", Call("mha", *map(Option, PARAMETERS)), _replace),)
