@@ -223,7 +223,7 @@ def leaves_causality(path: str) -> bool:
     which takes no mask, supports it: others compute with their masks.
     """
     found = vars(sys.modules[path]).values() if path in sys.modules else ()
-    kinds = [each for each in found if isinstance(each, type) and each.__module__ == path]
+    kinds = [kind for kind in found if isinstance(kind, type) and kind.__module__ == path]
     models = [kind for kind in kinds if issubclass(kind, PreTrainedModel)]
     given = {constant for kind in kinds if issubclass(kind, torch.nn.Module) for constant in constants(kind)}
     supported = "softcap" in given or any(model._supports_sdpa for model in models)

@@ -250,9 +250,9 @@ def _compile(objects: list[Step], jobs: int | None = None, failed: list[str] | N
     longest_first = sorted(objects, key=lambda step: -step.inputs[0].stat().st_size)
     with ThreadPoolExecutor(jobs or _jobs()) as pool:
         running = {pool.submit(step.run): step for step in longest_first}
-        for each, step in running.items():
+        for process, step in running.items():
             try:
-                each.result()
+                process.result()
             except BuildError as error:
                 if failed is None:
                     pool.shutdown(cancel_futures=True)
@@ -504,7 +504,7 @@ def _cpu_kernels(csrc: Path, wanted: list[str]) -> list[tuple[str, Path, list[st
     for folder, own in CPU_FOLDERS.items():
         if folder == "measures" and cpu_levels_named() != "present":
             continue
-        levels = {[level for level in own if order.index(level) <= order.index(each)][-1]: None for each in wanted}
+        levels = {[level for level in own if order.index(level) <= order.index(name)][-1]: None for name in wanted}
         present = [f"-DTK_HAS_{level.upper()}" for level in levels]
         for level in levels:
             flags = [OPTIMISATION, *CPU_LEVELS[level].split(), "-fno-exceptions", "-fno-rtti"]

@@ -25,7 +25,7 @@ for _name in BACKENDS[1:]:
 
 
 def _auto_order(device_type: str) -> tuple[str, ...]:
-    ranks = {each.rank[device_type]: each.name for each in REGISTERED.values() if device_type in each.rank}
+    ranks = {backend.rank[device_type]: backend.name for backend in REGISTERED.values() if device_type in backend.rank}
     return tuple(ranks[rank] for rank in sorted(ranks))
 
 
@@ -237,12 +237,16 @@ def explain(operation: str | Callable[..., Any], *args: Any, backend: str | None
         raise ValueError(f"explain: operation must be one of {', '.join(sorted(OPERATIONS))}; got {op!r}")
     call = OPERATIONS[op].prepare(*args, **kwargs)
     device, name = call[0].device, requested(backend)
-    reasons = {each: unavailable(each, device) or _refusal(OPERATIONS[op], each, call) for each in BACKENDS}
+    reasons = {
+        candidate: unavailable(candidate, device) or _refusal(OPERATIONS[op], candidate, call) for candidate in BACKENDS
+    }
     if name == "auto":
         chosen: str | None = _automatic(OPERATIONS[op], call, device)[0]
     else:
         chosen = name if reasons[name] is None else None
     order = _order_of(op, device)
     supported = f"supports the call; auto tries in the order {', '.join(order)} on {device.type} tensors"
-    shown = {each: reason or ("selected" if each == chosen else supported) for each, reason in reasons.items()}
+    shown = {
+        candidate: reason or ("selected" if candidate == chosen else supported) for candidate, reason in reasons.items()
+    }
     return Explanation(op, name, chosen, shown, OPERATIONS[op].crossover(call) if name == "auto" else None)

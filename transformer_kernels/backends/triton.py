@@ -110,15 +110,15 @@ class Launch:
                 key.append(None)
             elif isinstance(x, tuple):
                 record: tuple[int | None, ...] = ()
-                for each in x:
-                    if each is None:
+                for item in x:
+                    if item is None:
                         record += (None,)
                         key += (None,)
                     else:
-                        address = each.data_ptr()
+                        address = item.data_ptr()
                         address_bits |= address
                         record += (address,)
-                        key += (each.dtype,)
+                        key += (item.dtype,)
                 addresses.append(record)
             else:
                 address = x.data_ptr()
@@ -148,7 +148,9 @@ def _specialised(kernel: Any, numbers: tuple[float | None, ...], constants: int)
     """Triton's specialisation of integers: whether each is 1, and whether it is divisible by 16."""
     parameters = kernel.params[len(kernel.params) - constants - len(numbers) :]
     pairs: Any = zip(parameters, numbers, strict=False)
-    return tuple([(x == 1, x % 16 == 0) for each, x in pairs if isinstance(x, int) and not each.do_not_specialize])
+    return tuple(
+        [(x == 1, x % 16 == 0) for parameter, x in pairs if isinstance(x, int) and not parameter.do_not_specialize]
+    )
 
 
 def _is_profiled(runtime: Any) -> bool:

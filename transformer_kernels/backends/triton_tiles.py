@@ -105,7 +105,7 @@ class Tiles:
     def _choose(self, capability: Capability, itemsize: int, columns: int) -> RowTile:
         """The tuned tile for the newest capability up to the device's, or the rule's."""
         known = sorted(key[1] for key in TUNED if key[0] == self.name and key[2:] == (itemsize, columns))
-        if older := [each for each in known if each <= capability]:
+        if older := [measured for measured in known if measured <= capability]:
             return TUNED[self.name, older[-1], itemsize, columns][0]
         return self.rule(columns, itemsize, self.widest)
 

@@ -126,8 +126,8 @@ def same_device(op: str, first: Tensor, **others: Tensor | None) -> None:
     for value in others.values():
         if value is not None and value.device != device:
             name = FIRST_NAMES.get(op, "x")
-            given = {name: device, **{key: each.device for key, each in others.items() if each is not None}}
-            listed = ", ".join(f"{key} on {each}" for key, each in given.items())
+            given = {name: device, **{key: other.device for key, other in others.items() if other is not None}}
+            listed = ", ".join(f"{key} on {place}" for key, place in given.items())
             raise RuntimeError(f"{op}: all tensors must be on one device; got {listed}")
 
 
@@ -162,10 +162,10 @@ def window(op: str, value: Any) -> None:
     if isinstance(value, tuple):
         if len(value) != 2:
             raise ValueError(f"{op}: window must be an int or a pair (left, right); got {value}")
-        for each in value:
-            if each is not None and (isinstance(each, bool) or not isinstance(each, numbers.Integral)):
+        for item in value:
+            if item is not None and (isinstance(item, bool) or not isinstance(item, numbers.Integral)):
                 raise TypeError(f"{op}: window must hold ints or None; got {value}")
-            if each is not None and each < 0:
+            if item is not None and item < 0:
                 raise ValueError(f"{op}: window must not be negative, None is without limit; got {value}")
     elif value is not None:
         if isinstance(value, bool) or not isinstance(value, numbers.Integral):
@@ -199,7 +199,7 @@ def integer(op: str, name: str, value: Any) -> None:
 def choice(op: str, name: str, value: Any, choices: tuple[str, ...]) -> None:
     """One of several names."""
     if value not in choices:
-        listed = ", ".join(f'"{each}"' for each in choices[:-1])
+        listed = ", ".join(f'"{allowed}"' for allowed in choices[:-1])
         raise ValueError(f'{op}: {name} must be {listed} or "{choices[-1]}"; got {value!r}')
 
 

@@ -86,8 +86,8 @@ def native(found: Native | None, call: Any, values: Sequence[Any]) -> Callable[.
         return None
     if not x.is_cpu or x.dtype is not torch.float32 or x is not values[0]:
         return None
-    for each in values:
-        if isinstance(each, Tensor) and (each.dtype is not x.dtype or not each.numel()):
+    for value in values:
+        if isinstance(value, Tensor) and (value.dtype is not x.dtype or not value.numel()):
             return None
     return found.function if prefers_torch(found.name, found.elements, x.dtype.itemsize, recorded=False) else None
 

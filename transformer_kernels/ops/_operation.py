@@ -341,9 +341,9 @@ class Operation:
         outputs = self.kernels(call, backend).forward(call)
         if self.result is None:
             return outputs
-        if any(each is None for each in outputs):
+        if any(output is None for output in outputs):
             pairs = zip(outputs, self._fake(*arguments), strict=True)
-            outputs = [torch.zeros_like(like) if each is None else each for each, like in pairs]
+            outputs = [torch.zeros_like(like) if output is None else output for output, like in pairs]
         return tuple(outputs)
 
     def _fake(self, *arguments: Any) -> Any:
@@ -351,7 +351,7 @@ class Operation:
         outputs = call.fake()
         if self.result is None:
             return outputs
-        return tuple(call[0].new_empty(0) if each is None else each for each in outputs)
+        return tuple(call[0].new_empty(0) if output is None else output for output in outputs)
 
     def _unpacked(self, arguments: tuple[Any, ...]) -> tuple[Any, Any, tuple[Any, ...], tuple[bool, ...], Any]:
         """The kept call and results, the incoming gradients, what is wanted and the backend."""
@@ -386,7 +386,9 @@ class Operation:
 
     def _empty_gradients(self, call: Any) -> tuple[Tensor | None, ...]:
         inputs, contiguous = self.inputs(call), torch.contiguous_format
-        return tuple(None if each is None else torch.empty_like(each, memory_format=contiguous) for each in inputs)
+        return tuple(
+            None if tensor is None else torch.empty_like(tensor, memory_format=contiguous) for tensor in inputs
+        )
 
     def _returned(self, gradients: tuple[Tensor, ...]) -> Any:
         return gradients if len(gradients) > 1 else gradients[0]
@@ -395,7 +397,7 @@ class Operation:
         *call, ctx.backend = inputs
         ctx.numbers, tensors = self._saved_numbers(call), self._saved_tensors(call)
         dropped = self.dropped_in(self.nested(call))
-        saved = [None if i in dropped else each for i, each in zip(self._kept_call, tensors, strict=True)]
+        saved = [None if i in dropped else tensor for i, tensor in zip(self._kept_call, tensors, strict=True)]
         ctx.save_for_backward(*saved, *self.saved_results(output if self.result else (output,)))
         ctx.set_materialize_grads(False)  # else there would be one for each result, the public ones and the others
         if self.result is not None:
@@ -473,9 +475,11 @@ def differentiated(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of `outputs`, computed in PyTorch from `inputs`, that are wanted: differentiable once more."""
     inputs = list(inputs)
-    asked = [each for each, want in zip(inputs, wanted, strict=True) if want and each is not None]
+    asked = [tensor for tensor, want in zip(inputs, wanted, strict=True) if want and tensor is not None]
     found = iter(torch.autograd.grad(outputs, asked, grad.to(outputs.dtype), create_graph=True))
-    return tuple(next(found) if want and each is not None else None for each, want in zip(inputs, wanted, strict=True))
+    return tuple(
+        next(found) if want and tensor is not None else None for tensor, want in zip(inputs, wanted, strict=True)
+    )
 
 
 def _absent_as_empty(gradients: Iterable[Tensor | None], wanted: Wanted, like: Tensor) -> tuple[Tensor, ...]:
@@ -491,9 +495,9 @@ def takes_options_of(other: Callable[..., Any], *but: str) -> Callable[[P], P]:
 
     def decorated(function: P) -> P:
         own = inspect.signature(function)  # type: ignore[arg-type]
-        named = [each for each in own.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        named = [parameter for parameter in own.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
         options = inspect.signature(other).parameters.values()
-        named += [each for each in options if each.kind is each.KEYWORD_ONLY and each.name not in but]
+        named += [option for option in options if option.kind is option.KEYWORD_ONLY and option.name not in but]
         function.__signature__ = own.replace(parameters=named)  # type: ignore[attr-defined]
         return function
 
@@ -504,7 +508,11 @@ def _keyword_only(prepare: Callable[..., Any]) -> list[str]:
     """The names of the keyword-only parameters that are not bound, in their order."""
     bound = prepare.keywords if isinstance(prepare, partial) else {}
     parameters = inspect.signature(prepare).parameters.values()
-    return [each.name for each in parameters if each.kind is each.KEYWORD_ONLY and each.name not in bound]
+    return [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind is parameter.KEYWORD_ONLY and parameter.name not in bound
+    ]
 
 
 def _schema_types(call: type[Any], prefix: str = "") -> Iterable[tuple[str, str]]:

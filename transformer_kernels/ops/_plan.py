@@ -125,7 +125,7 @@ def guard(backend: str, values: Sequence[Any]) -> Callable[[str | None, Sequence
 
 def _autocast() -> tuple[tuple[bool, torch.dtype], ...]:
     """The state of autocast on the devices whose calls it changes."""
-    return tuple((torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in ("cpu", "cuda"))
+    return tuple((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda"))
 
 
 class Record:
@@ -217,20 +217,20 @@ class Plan:
         if recorded:
             self._find_saved(operation, call)
             given = operation.inputs(call)
-            present = [i for i, each in enumerate(given) if each is not None]
+            present = [i for i, value in enumerate(given) if value is not None]
             self.inputs = attributes(call, [operation.names[i] for i in present])
-            self.wanted = tuple(each is not None and each.requires_grad for each in given)
+            self.wanted = tuple(value is not None and value.requires_grad for value in given)
             self.returned = items([-1, -1, *(i if self.wanted[i] else -1 for i in present)])
 
     def _find_saved(self, operation: Any, call: Any) -> None:
         """Find the fields of the call that are saved; the others are constants of the layout, or dropped."""
-        self._flat = any(isinstance(each, Tensor) for value in call if isinstance(value, tuple) for each in value)
+        self._flat = any(isinstance(part, Tensor) for value in call if isinstance(value, tuple) for part in value)
         values = operation.flat(call) if self._flat else call
         dropped = operation.dropped_in(call)
         described = {operation.fields.index(field) for field in call.described()}
-        saved = [i for i, each in enumerate(values) if isinstance(each, Tensor) and i not in dropped]
+        saved = [i for i, value in enumerate(values) if isinstance(value, Tensor) and i not in dropped]
         self._described = [position for position, i in enumerate(saved) if i in described]
-        constants = [i for i, each in enumerate(values) if not isinstance(each, Tensor)]
+        constants = [i for i, value in enumerate(values) if not isinstance(value, Tensor)]
         self._constants = None, *(values[i] for i in constants)
         position = {i: index for index, i in enumerate((*constants, *saved), start=1)}
         self._saved, self._record = items(saved), type(call)
@@ -276,10 +276,10 @@ def apart(values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def remember(plans: Plans, layout: Hashable, plan: Plan, values: tuple[Any, ...], call: Any) -> None:
     """Keep the plan of the call that was made of these arguments, no tensor of which is given twice."""
-    tensors = [(index, each) for index, each in enumerate(values) if isinstance(each, Tensor)]
-    if not any(each.dtype in INDICES for _, each in tensors):
+    tensors = [(index, value) for index, value in enumerate(values) if isinstance(value, Tensor)]
+    if not any(tensor.dtype in INDICES for _, tensor in tensors):
         plan.check = None
-    given = {id(each): (index, each) for index, each in tensors}
+    given = {id(tensor): (index, tensor) for index, tensor in tensors}
     record = Record(call)
     plan.call = record.make
     keep(plans, layout, plan if record.find(given) else None)
@@ -312,11 +312,11 @@ def attributes(record: Any, names: Sequence[str]) -> Callable[[Any], tuple[Any, 
 
 def _viewed(value: Tensor, given: dict[int, tuple[int, Tensor]]) -> tuple[int, Callable[[Tensor], Tensor]] | None:
     """The index of the argument that a tensor of a call is a view of, and how it is viewed; None if there is none."""
-    found = [(index, each) for index, each in given.values() if each.data_ptr() == value.data_ptr()]
+    found = [(index, tensor) for index, tensor in given.values() if tensor.data_ptr() == value.data_ptr()]
     if len(found) != 1 or found[0][1].dtype is not value.dtype or not value.numel():
         return None
-    index, each = found[0]
-    if not each.requires_grad:
+    index, tensor = found[0]
+    if not tensor.requires_grad:
         return index, operator.methodcaller("as_strided", tuple(value.shape), value.stride())
-    leading = value.shape == (1, *each.shape) and value.stride()[1:] == each.stride()
+    leading = value.shape == (1, *tensor.shape) and value.stride()[1:] == tensor.stride()
     return (index, operator.methodcaller("unsqueeze", 0)) if leading else None

@@ -66,7 +66,7 @@ def _walk(function: types.FunctionType, owner: type, visited: set[Any]) -> Itera
     scope = _scope(function)
     codes = [function.__code__]
     for code in codes:
-        codes.extend(each for each in code.co_consts if isinstance(each, types.CodeType))  # lambdas, comprehensions
+        codes += [value for value in code.co_consts if isinstance(value, types.CodeType)]  # lambdas, comprehensions
         found: Any = None  # the value of the last instruction, where it is known: (object,), or "self"
         through: str | None = None  # the global name that it is
         for step in dis.get_instructions(code):

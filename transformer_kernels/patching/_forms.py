@@ -51,12 +51,16 @@ def fingerprint(function: Any, owner: type | None = None) -> str | None:
         tree = None if bare in _pending else syntax_tree(bare)
         if tree is None:
             return None
-        parts = [tree.args, *_statements(tree), *(each for each in tree.decorator_list if not _is_transparent(each))]
+        parts = [
+            tree.args,
+            *_statements(tree),
+            *(decorator for decorator in tree.decorator_list if not _is_transparent(decorator)),
+        ]
         form = _Form(tree)
         text = "".join(form.text(part) for part in parts)
         _pending.add(bare)
         try:
-            called = [fingerprint(each, owner) for each in _called(bare, tree, owner)]
+            called = [fingerprint(callee, owner) for callee in _called(bare, tree, owner)]
         finally:
             _pending.remove(bare)
     return hashlib.sha256(repr((text, called)).encode()).hexdigest()[:12]

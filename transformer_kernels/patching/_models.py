@@ -53,26 +53,26 @@ def patch_models(model: nn.Module, backend: str | None) -> Iterator[Row]:
     from transformer_kernels.huggingface import NAME, require_transformers
 
     require_transformers()
-    for name, each in found:
-        outermost = not any(other is not each and _holds(other, each) for _, other in found)
+    for name, part in found:
+        outermost = not any(other is not part and _holds(other, part) for _, other in found)
         if outermost:
-            yield from _patch_attention(name, each, backend, NAME)
-        yield from _patch_loss(name, each, backend)
-        yield from _patch_output(name, each, backend)
-    for _, each in found:
-        for layer in [layer for layer in each.modules() if type(layer) is nn.Linear and is_plain(layer, nn.Linear)]:
+            yield from _patch_attention(name, part, backend, NAME)
+        yield from _patch_loss(name, part, backend)
+        yield from _patch_output(name, part, backend)
+    for _, part in found:
+        for layer in [layer for layer in part.modules() if type(layer) is nn.Linear and is_plain(layer, nn.Linear)]:
             swap(layer, Linear, backend)
 
 
 def unpatch_models(model: nn.Module) -> None:
     """Undo `patch_models`."""
-    for _, each in pretrained_models(model):
-        if "_attention_before" in vars(each):
-            each.config._attn_implementation_internal = vars(each).pop("_attention_before")
-        if _is_ours(vars(each).get("_loss_function")):
-            del each._loss_function
-        for key in [key for key, hook in each._forward_pre_hooks.items() if hook is hand_on_weights]:
-            del each._forward_pre_hooks[key], each._forward_pre_hooks_with_kwargs[key]
+    for _, part in pretrained_models(model):
+        if "_attention_before" in vars(part):
+            part.config._attn_implementation_internal = vars(part).pop("_attention_before")
+        if _is_ours(vars(part).get("_loss_function")):
+            del part._loss_function
+        for key in [key for key, hook in part._forward_pre_hooks.items() if hook is hand_on_weights]:
+            del part._forward_pre_hooks[key], part._forward_pre_hooks_with_kwargs[key]
     _return_configs(model)
 
 
@@ -85,14 +85,14 @@ def _patch_attention(name: str, model: Any, backend: str | None, ours: str) -> I
     reason = _why_not(model, [layer for _, layer in layers])
     if reason is None:
         _own_configs(model)
-        inside = [each for _, each in pretrained_models(model)]
-        for each in inside:
-            if each.config._attn_implementation != ours:
-                each._attention_before = each.config._attn_implementation
+        inside = [part for _, part in pretrained_models(model)]
+        for part in inside:
+            if part.config._attn_implementation != ours:
+                part._attention_before = part.config._attn_implementation
         model.set_attn_implementation(ours)
-        for each in inside:
-            if hand_on_weights not in each._forward_pre_hooks.values():
-                each.register_forward_pre_hook(hand_on_weights, with_kwargs=True)
+        for part in inside:
+            if hand_on_weights not in part._forward_pre_hooks.values():
+                part.register_forward_pre_hook(hand_on_weights, with_kwargs=True)
     for path, layer in layers:
         kind = original_class(layer).__name__
         if reason is not None:
@@ -159,8 +159,8 @@ def _return_configs(model: nn.Module) -> None:
 def _patch_output(name: str, model: Any, backend: str | None) -> Iterator[Row]:
     """Patch the output layer if it is a plain linear layer."""
     layer = model.get_output_embeddings()
-    for path, each in model.named_modules(prefix=name):
-        if each is layer and original_class(layer) is nn.Linear:
+    for path, module in model.named_modules(prefix=name):
+        if module is layer and original_class(layer) is nn.Linear:
             if isinstance(layer, Patched):
                 layer.backend = backend
             else:

@@ -31,7 +31,7 @@ class _Rerouted(ByBackend):
     @staticmethod
     def content(original: Any) -> dict[str, Any]:
         """The patched class's forward for each backend."""
-        return {"_by_backend": {each: _with_ours(original.forward, each) for each in CHOICES}}
+        return {"_by_backend": {backend: _with_ours(original.forward, backend) for backend in CHOICES}}
 
     @staticmethod
     def refuses(module: Any) -> str | None:
@@ -71,8 +71,8 @@ def _with_ours(forward: Any, backend: str | None) -> Any:
         name: by_function[id(value)] for name, value in given.items() if id(value) in by_function
     }
     replaced |= {name: functional for name, value in given.items() if value is F}
-    for name, each in replaced.items():
-        forward = with_global(forward, name, each)
+    for name, before in replaced.items():
+        forward = with_global(forward, name, before)
     return forward
 
 

@@ -254,8 +254,8 @@ class RotaryAttention(ByBackend):
     def content(original: Any) -> dict[str, Any]:
         """Further attributes of the patched class: a forward for each backend."""
         options = ROTATIONS[str(fingerprint(_rotation_of(original)))]
-        rotations = {each: functools.partial(_rotate, backend=each, **options) for each in CHOICES}
-        return {"_by_backend": {each: with_global(original.forward, ROTATE, f) for each, f in rotations.items()}}
+        rotations = {backend: functools.partial(_rotate, backend=backend, **options) for backend in CHOICES}
+        return {"_by_backend": {backend: with_global(original.forward, ROTATE, f) for backend, f in rotations.items()}}
 
 
 def _rotate(
@@ -275,7 +275,7 @@ def _rotate(
             q.transpose(1, 2), k.transpose(1, 2), cos, sin, interleaved=interleaved, table=table, backend=backend
         )
         return q.transpose(1, 2), k.transpose(1, 2)
-    cos, sin = (_angles(each, q.shape[0], table) for each in (cos, sin))
+    cos, sin = (_angles(tensor, q.shape[0], table) for tensor in (cos, sin))
     return ops.rotary(q, k, cos, sin, interleaved=interleaved, backend=backend)
 
 
@@ -297,8 +297,8 @@ def rotates_by_tables(model: nn.Module, layer: nn.Module) -> bool:
     known = ROTATIONS.get(str(fingerprint(_rotation_of(original_class(layer)))))
     if known is None:
         return False
-    tables = {original_class(each) for each in model.modules() if original_class(each).__name__.endswith(TABLES)}
-    return bool(tables) and all(table_layout(each) == known["table"] for each in tables)
+    tables = {original_class(module) for module in model.modules() if original_class(module).__name__.endswith(TABLES)}
+    return bool(tables) and all(table_layout(table) == known["table"] for table in tables)
 
 
 TABLES = "RotaryEmbedding"

@@ -122,11 +122,11 @@ def with_global(function: Any, name: str, value: Any) -> Any:
     inner = getattr(function, "__wrapped__", None)
     scope, closure = function.__globals__, function.__closure__
     if inner is None:
-        scope = {key: each for key, each in scope.items() if key != "__name__"} | {name: value}  # it is no module's
+        scope = {key: found for key, found in scope.items() if key != "__name__"} | {name: value}  # it is no module's
     else:
         changed = with_global(inner, name, value)
         cells = (changed if cell.cell_contents is inner else cell.cell_contents for cell in closure or ())
-        closure = tuple(types.CellType(each) for each in cells)
+        closure = tuple(types.CellType(content) for content in cells)
     copied: Any = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, closure)
     copied.__kwdefaults__, copied.__module__ = function.__kwdefaults__, function.__module__
     if inner is not None:

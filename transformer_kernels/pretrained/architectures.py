@@ -501,8 +501,8 @@ DISTILBERT_HEAD = masked_lm_head("vocab_projector", "distilbert.embeddings.word_
 GPT2_HEAD, LLAMA_HEAD = tied_head("transformer.wte.weight"), tied_head("model.embed_tokens.weight")
 
 ARCHITECTURES = {
-    each.name: each
-    for each in (
+    architecture.name: architecture
+    for architecture in (
         Architecture("gpt2", "transformer.", (CAUSAL_MASKS,), GPT2_HEAD, gpt2_config, describe_gpt2, gpt2_entries),
         Architecture(
             "bert", "bert.", (POSITION_IDS, NEXT_SENTENCE), BERT_HEAD, bert_config, describe_bert, bert_entries

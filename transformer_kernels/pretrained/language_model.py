@@ -76,7 +76,7 @@ class PretrainedGPT(GPT):
         continuations = self._continuations(rows, max_new_tokens, sampling)
         if is_text:
             prompts: Any = [prompt] if isinstance(prompt, str) else prompt
-            texts = [self._text(*each) for each in zip(prompts, rows, continuations, strict=True)]
+            texts = [self._text(*parts) for parts in zip(prompts, rows, continuations, strict=True)]
             return texts[0] if isinstance(prompt, str) else texts  # type: ignore[return-value]
         whole = [row + continuation for row, continuation in zip(rows, continuations, strict=True)]
         if not isinstance(prompt, Tensor):
@@ -90,9 +90,9 @@ class PretrainedGPT(GPT):
         if isinstance(prompt, Tensor) and prompt.dim() in (1, 2) and prompt.dtype in INTEGERS:
             return (prompt if prompt.dim() == 2 else prompt.unsqueeze(0)).tolist(), False
         texts = [prompt] if isinstance(prompt, str) else prompt
-        if isinstance(texts, list) and texts and all(isinstance(each, str) for each in texts):
-            return [self.tokenizer.encode(each).ids for each in texts], True
-        if isinstance(prompt, list) and all(isinstance(each, int) for each in prompt):
+        if isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts):
+            return [self.tokenizer.encode(text).ids for text in texts], True
+        if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
             return [prompt], False
         raise TypeError(f"generate: prompt must be text, tokens (L) or (B, L), or a list of either; got {prompt!r}")
 
@@ -101,7 +101,9 @@ class PretrainedGPT(GPT):
         training, device = self.training, next(self.parameters()).device
         try:
             options: Any = {"context": self.config.context, "device": device, "ends": self.end_tokens}
-            steps = [[each.token for each in step] for step in generate_many(self, rows, count, sampling, **options)]
+            steps = [
+                [sampled.token for sampled in step] for step in generate_many(self, rows, count, sampling, **options)
+            ]
         finally:
             self.train(training)
         written: list[list[int]] = []

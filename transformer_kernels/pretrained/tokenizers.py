@@ -82,7 +82,7 @@ def end_tokens(path: str | os.PathLike[str]) -> frozenset[int]:
         given = read_object(file).get("eos_token_id") if file.exists() else None
         if given is not None:
             ids = given if isinstance(given, list) else [given]
-            return frozenset(_token_id(each, f"{file}: eos_token_id") for each in ids)
+            return frozenset(_token_id(token, f"{file}: eos_token_id") for token in ids)
     return frozenset()
 
 
@@ -197,7 +197,7 @@ def _from_gguf(tokenizers: Any, path: Path) -> Any:
 
 def _strings(given: dict[str, Any], name: str) -> list[str]:
     value = given.get(name)
-    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise ValueError(f"tokenizer.ggml.{name} must be a list of texts; got {reprlib.repr(value)}")
     return value
 

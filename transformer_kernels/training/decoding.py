@@ -140,7 +140,7 @@ def _beam_search(
             if len(ended[row]) < width:
                 beginning = written[parents[row, rank]].tolist()
                 ended[row].append((search.score(best[row, rank].item(), step), beginning))
-        if all(len(each) == width for each in ended):
+        if all(len(hypotheses) == width for hypotheses in ended):
             break
         scores, order = best.masked_fill(ends, -torch.inf).topk(width)
         rows = parents.gather(1, order).flatten()
@@ -148,4 +148,4 @@ def _beam_search(
         written = torch.cat((written[rows], tokens), 1)
         cache.take(rows)
     unended = written.view(batch, width, -1)[:, 0].tolist()  # beams are sorted by score
-    return [max(each)[1] if each else unended[row] for row, each in enumerate(ended)]
+    return [max(hypotheses)[1] if hypotheses else unended[row] for row, hypotheses in enumerate(ended)]

@@ -66,8 +66,8 @@ def demo(*, seconds: float = 35.0, backend: str = "auto", out: str = "") -> None
     losses = {run.name: run.trainer.evaluate()["loss"] for run in runs}
     ours.save("last")
     samples = [_sample(recipe, run.trainer) for run in runs]
-    reasons = {each: unavailable(each, device) for each in BACKENDS}
-    available = [each for each, reason in reasons.items() if reason is None]
+    reasons = {named: unavailable(named, device) for named in BACKENDS}
+    available = [named for named, reason in reasons.items() if reason is None]
     speeds = training_speeds(recipe, [REFERENCE, *available], device)
     print("\n".join([*_curves(runs, seconds, losses), *_speeds(speeds, reasons), *_samples(runs, samples)]))
     print(_next_commands(f"{out}/last"))
@@ -101,7 +101,11 @@ def train(runs: list[Run], seconds: float) -> None:
         run.step()
         if sys.stderr.isatty() and run.seconds >= shown:
             shown = run.seconds + 0.5
-            parts = [f"{each.name}: {each.steps} steps, loss {each.losses[-1][1]:.2f}" for each in runs if each.losses]
+            parts = [
+                f"{trained.name}: {trained.steps} steps, loss {trained.losses[-1][1]:.2f}"
+                for trained in runs
+                if trained.losses
+            ]
             line = f"{run.seconds:5.1f} s of {seconds:g}   " + "   ".join(parts)
             print(f"\r{line:<100}", end="", file=sys.stderr, flush=True)
     if sys.stderr.isatty():

@@ -61,7 +61,7 @@ def shown(target: Sequence[str], source: Sequence[str]) -> tuple[list[str], list
     if (font := font_for(missing)) is not None:
         return *both, [USUAL_FONT, font], ""
     target, source = ([transliterated(piece, missing) for piece in pieces] for pieces in both)
-    script = " and ".join(sorted({unicodedata.name(each, "another").split()[0].title() for each in missing}))
+    script = " and ".join(sorted({unicodedata.name(character, "another").split()[0].title() for character in missing}))
     cache = Path(require("matplotlib").get_cachedir(), "fontlist-*.json")
     warning = (
         f"no installed font has {script}, so Latin letters are drawn; install fonts-lohit-deva or Noto Sans, then "
@@ -73,14 +73,14 @@ def shown(target: Sequence[str], source: Sequence[str]) -> tuple[list[str], list
 def characters_of(name: str) -> set[str]:
     """The characters in the fonts of this name."""
     fonts: Any = require("matplotlib.font_manager")
-    paths = {each.fname for each in fonts.fontManager.ttflist if each.name == name}
+    paths = {font.fname for font in fonts.fontManager.ttflist if font.name == name}
     return {chr(code) for path in paths for code in fonts.get_font(path).get_charmap()}
 
 
 def font_for(characters: set[str]) -> str | None:
     """An installed font that has all of these characters; None if there is none."""
     fonts: Any = require("matplotlib.font_manager")
-    names = sorted({each.name for each in fonts.fontManager.ttflist if not each.name.startswith(BOXES)})
+    names = sorted({font.name for font in fonts.fontManager.ttflist if not font.name.startswith(BOXES)})
     return next((name for name in names if characters <= characters_of(name)), None)
 
 

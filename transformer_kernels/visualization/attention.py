@@ -138,7 +138,7 @@ def write_page(
     """
     levels = torch.where((maps == 0).all(1, keepdim=True), 65535, (maps * 65534).round().int())
     data = {"title": title, "text": text, "causal": causal, "queries": queries, "keys": keys}
-    data |= {"special": [list(each) for each in special], "predictions": [list(each) for each in predictions]}
+    data |= {"special": [list(row) for row in special], "predictions": [list(row) for row in predictions]}
     data |= {"layers": maps.shape[0], "heads": maps.shape[1]}
     data["weights"] = base64.b64encode(levels.numpy().astype("<u2").tobytes()).decode()
     written = json.dumps(data).replace("<", "\\u003c")  # token text must not end the script

@@ -210,7 +210,7 @@ def _words(chosen: argparse.Namespace) -> None:
     found = [word_in_context(loaded, chosen.word, sentence) for sentence in chosen.sentences]
     numbered = [f"{number}: {sentence}" for number, sentence in enumerate(chosen.sentences, 1)]
     for kind in ("contextual", "static"):
-        vectors = F.normalize(torch.stack([getattr(each, kind) for each in found]), dim=-1)
+        vectors = F.normalize(torch.stack([getattr(word, kind) for word in found]), dim=-1)
         print(f"cosine, {kind}\n{cosine_table(numbered, vectors)}")
     draw_words(found, chosen.word, chosen.out)
     print(f"{chosen.word!r} in {len(found)} sentences: {chosen.out}")

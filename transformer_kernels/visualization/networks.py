@@ -123,8 +123,8 @@ def draw_landscape(layers: int, path: str | Path, *, steps: int = 200, points: i
         raise ValueError(f"landscape: layers must be at least 1; got {layers}")
     figure, panels = new_figure(12.0, 4.8, columns=2)
     weights = {shortcuts: trained(layers, shortcuts, steps) for shortcuts in KINDS}
-    losses = {shortcuts: float(loss(each, shortcuts)) for shortcuts, each in weights.items()}
-    grids = {shortcuts: landscape(each, shortcuts, points).log10() for shortcuts, each in weights.items()}
+    losses = {shortcuts: float(loss(weight, shortcuts)) for shortcuts, weight in weights.items()}
+    grids = {shortcuts: landscape(weight, shortcuts, points).log10() for shortcuts, weight in weights.items()}
     lowest, highest = (float(end) for end in torch.stack([*grids.values()]).aminmax())
     levels = torch.linspace(lowest, highest, 25).tolist()  # of both panels, so that a colour is one loss
     scale = torch.linspace(-1.0, 1.0, points).tolist()

@@ -158,7 +158,7 @@ def _train_point(
     if resume and last != out:
         trainer.restore(last)
     loss = trainer.fit(overwrite=resume).validation["loss"]
-    return Point(size, sum(each.numel() for each in trainer.model.parameters()), tokens, loss)
+    return Point(size, sum(parameter.numel() for parameter in trainer.model.parameters()), tokens, loss)
 
 
 def _write_record(sweep: Sweep, folder: Path) -> None:

@@ -76,7 +76,7 @@ def _names(encoding: Any, text: str) -> list[str]:
         if end == start or token in UNKNOWN:
             names.append(token)
         elif end - start == 1 and count[start, end] > 1:
-            names.append(hexadecimal(BYTES[each] for each in token) if set(token) <= BYTES.keys() else token)
+            names.append(hexadecimal(BYTES[character] for character in token) if set(token) <= BYTES.keys() else token)
         else:
             names.append("##" * token.startswith("##") + readable(text[start:end]))
     return names
@@ -118,10 +118,10 @@ def _pieces(tokenizer: Any, text: str) -> tuple[list[int], list[str], list[tuple
         return ids, [readable(piece) for piece in pieces], list(zip([0, *ends], ends, strict=False))
     raw = [tokenizer.bytes_of(index) for index in ids]
     names = [
-        hexadecimal(each) if NO_CHARACTER in piece else readable(piece) for piece, each in zip(pieces, raw, strict=True)
+        hexadecimal(data) if NO_CHARACTER in piece else readable(piece) for piece, data in zip(pieces, raw, strict=True)
     ]
     encoded, spans, at = text.encode(), [], 0
-    for each in raw:  # from the characters that are complete to those that have begun
-        start, at = len(encoded[:at].decode(errors="ignore")), at + len(each)
+    for data in raw:  # from the characters that are complete to those that have begun
+        start, at = len(encoded[:at].decode(errors="ignore")), at + len(data)
         spans.append((start, sum(byte & 0xC0 != 0x80 for byte in encoded[:at])))
     return ids, names, spans

@@ -70,20 +70,25 @@ def draw_words(found: list[WordInContext], word: str, path: str | Path) -> None:
 
     Pearson, "On lines and planes of closest fit to systems of points in space", 1901.
     """
-    rows = torch.cat([*(torch.cat((each.hidden, each.contextual[None])) for each in found), found[0].static[None]])
+    rows = torch.cat(
+        [
+            *(torch.cat((context.hidden, context.contextual[None])) for context in found),
+            found[0].static[None],
+        ]
+    )
     points, shares = principal_components(torch.nn.functional.normalize(rows, dim=1))
     figure, (axes,) = new_figure(9.0, 6.5)
-    *parts, (star,) = points.split([*(len(each.names) + 1 for each in found), 1])
+    *parts, (star,) = points.split([*(len(context.names) + 1 for context in found), 1])
     names = [(star.tolist(), "static", "black", "bold")]
     arrows: list[list[float]] = []
-    for number, (each, part) in enumerate(zip(found, parts, strict=True)):
+    for number, (context, part) in enumerate(zip(found, parts, strict=True)):
         colour = f"C{number}"
-        sentence = f"{number + 1}: {each.sentence}"
+        sentence = f"{number + 1}: {context.sentence}"
         axes.scatter(*part[:-1].T.tolist(), s=14, color=colour, label=literal(sentence))
-        axes.scatter(*part[each.indices].T.tolist(), s=90, facecolors="none", edgecolors=colour, linewidths=2)
+        axes.scatter(*part[context.indices].T.tolist(), s=90, facecolors="none", edgecolors=colour, linewidths=2)
         arrows += _arrow(axes, star.tolist(), part[-1].tolist(), colour)
-        for index, (name, point) in enumerate(zip(each.names, part.tolist(), strict=False)):
-            names.append((point, literal(name), colour, "bold" if index in each.indices else "normal"))
+        for index, (name, point) in enumerate(zip(context.names, part.tolist(), strict=False)):
+            names.append((point, literal(name), colour, "bold" if index in context.indices else "normal"))
     axes.scatter(*star.tolist(), s=140, marker="*", color="black", zorder=3)
     axes.set_xlabel(f"first component ({shares[0]:.0%} of the variance)")
     axes.set_ylabel(f"second component ({shares[1]:.0%})")

@@ -50,7 +50,7 @@ class AttentionCall(NamedTuple):
     def empty_gradients(self) -> tuple[Tensor | None, ...]:
         layout = torch.contiguous_format
         others = (self.scores.bias, self.scores.sinks)
-        added = (None if each is None else torch.empty_like(each, memory_format=layout) for each in others)
+        added = (None if option is None else torch.empty_like(option, memory_format=layout) for option in others)
         return like_output(self.q), like_output(self.k), like_output(self.v), *added
 
     def is_empty(self) -> bool:
@@ -67,7 +67,7 @@ class AttentionCall(NamedTuple):
         """
         q, k, scores = self.q, self.k, self.scores
         queries, keys = q.shape[2], k.shape[2]
-        changed = scores.windowed or scores.softcap or any(isinstance(each, Tensor) for each in scores)
+        changed = scores.windowed or scores.softcap or any(isinstance(option, Tensor) for option in scores)
         sees_all = queries == 1 or not scores.causal
         if changed or self.seed is not None or not (sees_all or (queries == keys and scores.scale > 0.0)):
             return None

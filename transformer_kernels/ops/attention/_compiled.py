@@ -69,7 +69,7 @@ class Kernels(AttentionKernels, Compiled):
         self._biased["mask_strides"] = (0, 0, 0, 0) if mask is None else broadcast_strides(mask)
         self._biased["range_strides"] = (0, 0, 0) if ranges is None else _range_strides(ranges)
         self._slopes = (0, 0) if slopes is None else broadcast_strides(slopes)[:2]
-        self._plain = not any(isinstance(each, Tensor) for each in scores)
+        self._plain = not any(isinstance(option, Tensor) for option in scores)
         self._sequences = 0 if starts is None else len(starts) - 1
 
     @classmethod
@@ -105,9 +105,9 @@ class Kernels(AttentionKernels, Compiled):
         key = path, table, dout_strides, strides
         kernel = self._kernels.get(key)
         if kernel is None:
-            q, k, v, out = ((None, *each) for each in (*self._strides, self._like_q[1][:3]))
+            q, k, v, out = ((None, *steps) for steps in (*self._strides, self._like_q[1][:3]))
             gradients = () if dout_strides is None else (dout_strides, *(strides or self._gradients))
-            dout, dq, dk, dv = [(None, *each) for each in gradients] or [NO_VIEW] * 4
+            dout, dq, dk, dv = [(None, *steps) for steps in gradients] or [NO_VIEW] * 4
             kernel = self._kernels[key] = self._bind(
                 name,
                 q=q,
@@ -220,8 +220,8 @@ class PackedKernels(Kernels):
         batch, length, every, width = qkv.shape
         self._out = contiguous_memory((batch, length, heads * width), qkv.dtype)
         self._like_qkv = contiguous_memory(tuple(qkv.shape), qkv.dtype)
-        self._of_k, self._of_v = (qkv.stride(2) * each * qkv.itemsize for each in (heads, heads + kv_heads))
-        self._of_dk, self._of_dv = (width * each * qkv.itemsize for each in (heads, heads + kv_heads))
+        self._of_k, self._of_v = (qkv.stride(2) * skipped * qkv.itemsize for skipped in (heads, heads + kv_heads))
+        self._of_dk, self._of_dv = (width * skipped * qkv.itemsize for skipped in (heads, heads + kv_heads))
         self._gradients = ((length * every * width, width, every * width),) * 3
 
     def forward(self, call: PackedAttentionCall, recorded: bool = True) -> AttentionResult:  # type: ignore[override]

@@ -82,7 +82,7 @@ def _sequences(
     for results, end in ((of_queries, starts[-1]), (of_keys, key_starts[-1])):
         for result in results:
             result[:, :, end:] = 0.0
-    spans = ([slice(*ends) for ends in itertools.pairwise(each)] for each in (starts, key_starts))
+    spans = ([slice(*ends) for ends in itertools.pairwise(offsets)] for offsets in (starts, key_starts))
     return [
         (span, keys) for span, keys in zip(*spans, strict=True) if (span.start, keys.start) != (span.stop, keys.stop)
     ]

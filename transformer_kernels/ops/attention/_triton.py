@@ -147,7 +147,7 @@ class _Plan:
         self.itemsize, self.capability = dtype.itemsize, capability
         self.block_d = max(16, _triton.next_power_of_2(self.head_dim))
         tokens = self.queries + self.keys
-        left, right = (min(each, tokens) for each in reach)
+        left, right = (min(limit, tokens) for limit in reach)
         causal, windowed = right == 0, left < tokens or 0 < right < tokens
         heavy = dropped or windowed or bias is not None or softcap > 0.0
         rows = Body.PADDED if padded else Body.LONG if self.keys >= tiles.LONG_KEYS else Body.CAUSAL
@@ -310,7 +310,7 @@ class _Plan:
 
 def _without_columns(strides: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
     """Strides (batch, head, row) of each tensor; the column stride is 1."""
-    return tuple([stride for each in strides for stride in each[:3]])
+    return tuple([stride for axes in strides for stride in axes[:3]])
 
 
 _plan = _triton.planned(_Plan)

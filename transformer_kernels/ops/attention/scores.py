@@ -104,7 +104,7 @@ def reach(causal: bool, window: Window) -> tuple[int, int]:
     if window is None:
         left = right = NO_LIMIT
     elif isinstance(window, tuple):
-        left, right = (NO_LIMIT if each is None else min(each, NO_LIMIT) for each in window)
+        left, right = (NO_LIMIT if limit is None else min(limit, NO_LIMIT) for limit in window)
     else:
         left = right = min(window - 1, NO_LIMIT)
     return left, 0 if causal else right

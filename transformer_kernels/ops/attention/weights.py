@@ -91,7 +91,7 @@ def attention_weights(
 def prepare(q: Tensor, k: Tensor, **options: Any) -> AttentionWeightsCall:
     """The validated call; errors name `attention`."""
     given = (q, k, options.get("attn_bias"), options.get("sinks"))
-    _operation.refuse_transforms(OP, *(each for each in given if isinstance(each, Tensor)))
+    _operation.refuse_transforms(OP, *(value for value in given if isinstance(value, Tensor)))
     call = checked_attention(q, k, k, **options)
     return AttentionWeightsCall(call.q, call.k, call.scores)
 

@@ -263,7 +263,7 @@ def _prepare_linear(
         _checks.classes_in_range(LINEAR_OP, "targets", targets, weight.shape[0], checked["ignore_index"])
     dtype = x.dtype if autocast is None or x.dtype is torch.float64 else autocast
     checked |= {"class_weight": None if class_weight is None else class_weight.contiguous(), "dtype": dtype}
-    wanted = [_operation.needs_grad(each) for each in (x, weight, bias)]
+    wanted = [_operation.needs_grad(tensor) for tensor in (x, weight, bias)]
     return LinearCrossEntropyCall(x, weight, targets.long().contiguous(), bias, wanted=wanted, **checked)
 
 

@@ -150,7 +150,7 @@ class OneChunk(ChunkedCrossEntropy):
         self, call: LinearCrossEntropyCall, result: LinearCrossEntropyResult, grads: Grads, wanted: Wanted
     ) -> tuple[Tensor | None, ...]:
         """dx, dweight and dbias of a second backward pass, which recomputes the logits."""
-        if any(each is not None for each in result[2:]):  # of the registered operator
+        if any(gradient is not None for gradient in result[2:]):  # of the registered operator
             return super().backward(call, result, grads, wanted)
         _, dlogits = self.forward_with_gradient(call)
         self.scale_gradient(dlogits, *grads)

@@ -28,7 +28,7 @@ class Kernels(Compiled):
         assert sums is not None
         self._sum, self._every = memory_of(sums), machine.sum_like(weight, False) is not None
         parameters = machine.parameter(weight), machine.parameter(bias)
-        self._wide = [each is not None and each.dtype is torch.float32 for each in parameters]
+        self._wide = [parameter is not None and parameter.dtype is torch.float32 for parameter in parameters]
 
     @cached_property
     def _forward(self) -> Any:

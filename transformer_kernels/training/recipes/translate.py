@@ -167,7 +167,7 @@ class BytePairs:
     def unseen(self, text: str) -> str:
         """The characters that have no id."""
         characters = sorted(set(self.inner.normalizer.normalize_str(text)))
-        return "".join(each for each in characters if UNKNOWN in self.inner.encode(each).ids)
+        return "".join(character for character in characters if UNKNOWN in self.inner.encode(character).ids)
 
     def describe(self) -> dict[str, Any]:
         return json.loads(self.inner.to_str())
@@ -340,7 +340,10 @@ class Translate(Recipe):
         """The translations of sentences, in their order; ValueError for an empty or too long one."""
         if isinstance(search, MinimumBayesRisk):
             sampled = [cls.translate(trained, texts, sampling) for sampling in search.samplings()]
-            return [each[search.choose([one.translation for one in each])] for each in zip(*sampled, strict=True)]
+            return [
+                candidates[search.choose([one.translation for one in candidates])]
+                for candidates in zip(*sampled, strict=True)
+            ]
         sources = [trained.tokenizer.source.encode(_cleaned(text)) for text in texts]
         longest = trained.config.max_length
         for text, source in zip(texts, sources, strict=True):
@@ -397,9 +400,9 @@ def scores(trained: Trained, pairs: Sequence[Pair], name: str) -> str:
         search = MinimumBayesRisk(samples=config.mbr)
     elif config.beam > 1:
         search = BeamSearch(width=config.beam, length_penalty=config.length_penalty)
-    translations = [each.translation for each in trained.recipe.translate(trained, list(references), search)]
+    translations = [found.translation for found in trained.recipe.translate(trained, list(references), search)]
     most = max(map(len, references.values()))
-    columns = [[each[n] if n < len(each) else None for each in references.values()] for n in range(most)]
+    columns = [[texts[n] if n < len(texts) else None for texts in references.values()] for n in range(most)]
     bleu, chrf = sacrebleu.BLEU(), sacrebleu.CHRF()
     lines = [
         f"BLEU {bleu.corpus_score(translations, columns).score:.2f}, "

@@ -79,7 +79,7 @@ class DigitsViT(Recipe):
             return Classified(CLASSES, trained.model(images).float().softmax(-1).cpu())
 
     def _batch(self, numbers: Tensor, device: torch.device) -> Batch:
-        images, labels = (to_device(each[numbers], device) for each in (self.images, self.labels))
+        images, labels = (to_device(tensor[numbers], device) for tensor in (self.images, self.labels))
         class_token = self.config.preset == "vit_digits"
         tokens = len(numbers) * (class_token + (SIDE // self.config.patch) ** 2)
         return Batch((images,), labels, tokens, tokens)

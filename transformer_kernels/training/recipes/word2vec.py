@@ -114,7 +114,7 @@ class Word2Vec(Recipe):
         candidates = torch.cat((self.words[neighbours].unsqueeze(1), noise.view(size, -1)), 1)
         targets = torch.zeros_like(candidates)
         targets[:, 0] = 1
-        inputs = tuple(to_device(each, device) for each in (self.words[positions], candidates))
+        inputs = tuple(to_device(tensor, device) for tensor in (self.words[positions], candidates))
         return Batch(inputs, to_device(targets, device), candidates.numel(), candidates.numel())
 
     def validation_batches(self, device: torch.device, processes: Processes) -> Iterator[Batch]:
