@@ -69,7 +69,7 @@ def refused(capsys, *arguments):
 
 
 COMMANDS = ["", "train", "train char-gpt", "train imdb", "generate", "classify", "evaluate", "attend", "plot"]
-COMMANDS += ["plot words", "sweep", "demo", "speedrun", "info"]
+COMMANDS += ["plot words", "tokenize", "sweep", "demo", "speedrun", "info"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -78,6 +78,22 @@ def test_embed(encoder, tmp_path, capsys, monkeypatch):
     np.testing.assert_allclose(np.load(out)[0], torch.nn.functional.normalize(hidden[0], dim=0).numpy(), atol=1e-5)
 
 
+def test_embed_tokens(encoder, tmp_path, capsys):
+    texts, out = ["a happy dog .", "a sad dog"], tmp_path / "states.npy"
+    assert cli.main(["embed", "--model", str(encoder), "--tokens", *texts, "--out", str(out)]) == 0
+    states = np.load(out)
+    theirs = transformers.BertModel.from_pretrained(encoder).eval()
+    expected = theirs(torch.tensor([[2, 5, 6, 7, 10, 3]])).last_hidden_state.detach()[0].numpy()
+    assert states.shape == (11, 16)
+    np.testing.assert_allclose(states[:6], expected, atol=1e-5)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [" ".join(line[:2]) for line in lines][3::5] == ["1.3: dog", "2.2: sad"]
+    unit = states / np.linalg.norm(states, axis=1, keepdims=True)
+    cosines = unit @ unit.T - 3 * np.eye(11)
+    assert [line[2] for line in lines] == [f"{value:.4f}" for value in cosines.max(1)]
+    assert " ".join(lines[3][3:]) == " ".join(lines[cosines[3].argmax()][:2])
+
+
 def test_embed_cuts_long_texts_off(encoder, tmp_path):
     assert cli.main(["embed", "--model", str(encoder), "a " * 50, "--out", str(tmp_path / "v.npy")]) == 0
     assert np.isfinite(np.load(tmp_path / "v.npy")).all()

@@ -375,7 +375,10 @@ def _add_embed(commands: Any) -> None:
     parser.add_argument(
         "--pooling", choices=("mean", "cls"), default="mean", help="mean over tokens, or first token (default: mean)"
     )
-    parser.add_argument("--out", default="", metavar="FILE", help="save the embeddings as .npy, float32 (texts, width)")
+    help_text = "contextual vectors of the tokens instead, each with the token of the largest cosine"
+    parser.add_argument("--tokens", action="store_true", help=help_text)
+    help_text = "save the embeddings as .npy, float32 (texts or tokens, width)"
+    parser.add_argument("--out", default="", metavar="FILE", help=help_text)
 
 
 def _add_fill_mask(commands: Any) -> None:
@@ -586,8 +589,13 @@ def _embed(chosen: argparse.Namespace) -> None:
     from transformer_kernels.training import pretrained_commands as commands
 
     texts = _texts(chosen, "embed")
-    vectors = commands.embed(commands.load(chosen.model, chosen.backend, chosen.device), texts, chosen.pooling)
-    print(commands.cosine_table(texts, vectors))
+    loaded = commands.load(chosen.model, chosen.backend, chosen.device)
+    if chosen.tokens:
+        names, vectors = commands.token_states(loaded, texts)
+        print(commands.closest_tokens(names, vectors))
+    else:
+        vectors = commands.embed(loaded, texts, chosen.pooling)
+        print(commands.cosine_table(texts, vectors))
     if chosen.out:
         with Path(chosen.out).open("wb") as file:  # numpy.save appends .npy to a name, but not to a file object
             numpy.save(file, vectors.numpy())

@@ -75,7 +75,25 @@ def test_a_word_in_two_sentences(encoder, tmp_path, capsys):
     contextual, static = lines[1].split()[-1], lines[4].split()[-1]
     assert lines[0] == "cosine, contextual" and lines[3] == "cosine, static"
     assert static == "1.0000" and -1 < float(contextual) < 0.9999
-    assert lines[-1] == f"'dog' in 2 sentences: {out}" and is_picture(out)
+    assert lines[-1] == f"'dog': 2 occurrences in 2 sentences: {out}" and is_picture(out)
+    arguments = ["--word", "dog", "a dog , a dog", "--out", out]
+    lines = run(capsys, "plot", "words", "--model", encoder, *arguments).splitlines()
+    assert [line.split(":")[0] for line in lines[1:3]] == ["1.1", "1.2"] and lines[-1].startswith("'dog': 2 occ")
+
+
+def test_tokens_of_a_folder_a_run_and_every_kind(encoder, sweep, tmp_path, capsys):
+    printed = run(capsys, "tokenize", "--model", encoder, "a happy dog").splitlines()
+    assert printed[0] == "a happy dog" and printed[1].endswith("in the vocabulary: 5 tokens")
+    assert printed[2:] == ["  [CLS]|a|happy|dog|[SEP]", "  2 5 6 7 3"]
+    printed = run(capsys, "tokenize", "--checkpoint", sweep / "32x2-64", "a fox", "ox").splitlines()
+    assert printed[2] == "  a|␣|f|o|x" and printed[4] == "ox" and printed[6] == "  o|x"
+    text = tmp_path / "text.txt"
+    text.write_text("the seals\n" * 3)
+    printed = run(capsys, "tokenize", "--data", text, "--vocabulary", 300, "the seal").splitlines()
+    assert [line.split(",")[0] for line in printed[1::3]] == ["characters", "words", "WordPieces", "byte pairs"]
+    assert "--vocabulary must be at least 300; got 2" in refused(
+        capsys, "tokenize", "--data", text, "--vocabulary", 2, "the"
+    )
 
 
 @pytest.mark.parametrize("kind", ["integer", "fraction", "binary", "sinusoidal", "rotary"])
@@ -190,7 +208,10 @@ def test_what_cannot_be_drawn(encoder, sweep, tmp_path, capsys):
         ),
         (["attend", "--model", encoder, "a", "--out", tmp_path / "a.bmq"], "Format 'bmq' is not supported"),
         (["plot", "words", "--model", encoder, "--word", "cat", "a dog", "dogs"], "the word 'cat' is not in 'a dog'"),
-        (["plot", "words", "--model", encoder, "--word", "dog", "a dog"], "at least two sentences are compared"),
+        (
+            ["plot", "words", "--model", encoder, "--word", "dog", "a dog"],
+            "at least two occurrences are compared; 'dog' occurs once",
+        ),
         (["plot", "run", tmp_path], "log.jsonl: no such file; pass the folder of a run, such as runs/char-gpt"),
         (["plot", "positions", "--kind", "rotary", "--width", 5], "width must be even and positive; got 5"),
         (["sweep", "--sizes", "16x1", "--tokens", 4096], "requires at least 3"),

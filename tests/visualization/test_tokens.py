@@ -7,7 +7,7 @@ import torch
 
 from python_ref import BERTClassifier, BERTConfig
 from transformer_kernels.training.data.tokenizers import ByteTokenizer, LearnedTokenizer
-from transformer_kernels.visualization.tokens import read
+from transformer_kernels.visualization.tokens import read, split_in_every_way
 from transformer_kernels.visualization.words import word_in_context
 
 TEXTS = ["The dull film, a dull film", "the great film", "a great, great end"] * 2
@@ -46,13 +46,34 @@ def test_a_mask_in_the_text_is_one_token(loaded):
     before, after = loaded.tokenizer.encode("a "), loaded.tokenizer.encode(" film")
     assert reading.tokens[0, 1:-1].tolist() == [*before, loaded.tokenizer.mask, *after]
     found = word_in_context(loaded, "film", text)
-    assert "".join(found.names[index] for index in found.indices) == "film"
+    assert "".join(found.names[index] for index in found.indices[0]) == "film"
 
 
 def test_a_word_outside_the_vocabulary_is_named():
     pytest.importorskip("tokenizers", reason="tokenizers is not installed (extra `train`)")
     loaded = encoder(LearnedTokenizer.learn_words(TEXTS, 300))
     assert read(loaded, "the zebra, a film").names == ["[CLS]", "the", "[UNK]", ",", "a", "film", "[SEP]"]
-    assert word_in_context(loaded, "film", "the zebra, a film").indices == [5]
+    assert word_in_context(loaded, "film", "the zebra, a film").indices == [[5]]
     with pytest.raises(ValueError, match=r"the model does not know the word 'zebra': it reads \[UNK\] in 'the zebra'"):
         word_in_context(loaded, "zebra", "the zebra")
+
+
+def test_a_text_in_every_way():
+    pytest.importorskip("tokenizers", reason="tokenizers is not installed (extra `train`)")
+    corpus = "the sea, a seal and the seals\n" * 3
+    splits = {split.name: split for split in split_in_every_way("the seals", corpus, 300)}
+    assert splits["characters"].names == ["t", "h", "e", "␣", "s", "e", "a", "l", "s"]
+    assert splits["words"].names == ["the", "seals"] and splits["words"].vocabulary == 8
+    assert splits["byte pairs"].names[0] == "the" and "".join(splits["byte pairs"].names) == "theseals"
+    pieces = splits["WordPieces"].names
+    assert "".join(piece.removeprefix("##") for piece in pieces) == "theseals" and "[CLS]" not in pieces
+    unseen = split_in_every_way("zebra sealsea", corpus, 300)
+    assert unseen[0].vocabulary == splits["characters"].vocabulary + len(set("zbr"))
+    assert unseen[1].names == ["[UNK]", "[UNK]"] and unseen[2].names[0] == "[UNK]"
+    assert (
+        unseen[2].names[1] == "seals"
+        and unseen[2].names[2].startswith("##")
+        and str(unseen[1]).endswith("2 tokens\n  [UNK]|[UNK]\n  0 0")
+    )
+    with pytest.raises(ValueError, match="--vocabulary must be at least 300; got 10"):
+        split_in_every_way("a", corpus, 10)

@@ -58,6 +58,29 @@ def embed(loaded: Pretrained, texts: list[str], pooling: str) -> Tensor:
     return model.sentences(tokens, mask, pooling=pooling).cpu()
 
 
+@torch.inference_mode()
+def token_states(loaded: Pretrained, texts: list[str]) -> tuple[list[str], Tensor]:
+    """The tokens of all texts, as "2.1: bank" for token 1 of the second, and their last hidden states, (tokens, E)."""
+    model = _encoder(loaded, "embed")
+    loaded.tokenizer.enable_truncation(max_length=model.config.context)
+    names, states = [], []
+    for number, row in enumerate(loaded.tokenizer.encode_batch(texts), 1):
+        names += [f"{number}.{position}: {token}" for position, token in enumerate(row.tokens)]
+        states.append(model.hidden_states(torch.tensor([row.ids], device=loaded.device))[0].float().cpu())
+    return names, torch.cat(states)
+
+
+def closest_tokens(names: list[str], states: Tensor) -> str:
+    """Each token with the other token whose state has the largest cosine with its own."""
+    vectors = torch.nn.functional.normalize(states, dim=1)
+    cosines = (vectors @ vectors.T).fill_diagonal_(-2.0)
+    width = max(map(len, names))
+    best = [row.tolist() for row in cosines.max(1)]
+    return "\n".join(
+        f"{name:<{width}}  {cosine:7.4f}  {names[index]}" for name, cosine, index in zip(names, *best, strict=True)
+    )
+
+
 def cosine_table(texts: list[str], vectors: Tensor) -> str:
     """The cosine similarity of each pair of texts."""
     names = [text if len(text) <= SHORTENED else text[: SHORTENED - 3] + "..." for text in texts]

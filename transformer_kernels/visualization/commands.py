@@ -1,4 +1,4 @@
-"""`transformer-kernels attend`, `nearest`, `plot` and `sweep`."""
+"""`transformer-kernels attend`, `nearest`, `tokenize`, `plot` and `sweep`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,18 @@ def add_commands(commands: Any, command: Add, model_options: Callable[..., None]
     help_text = "a word, or sums and differences of words: king - man + woman"
     parser.add_argument("expression", nargs="+", metavar="WORD", help=help_text)
     parser.add_argument("--top", type=int, default=10, metavar="N", help="number of words (default: %(default)s)")
+    parser.add_argument("--keep", action="store_true", help="list the words of the expression, too")
+    parser.add_argument("--to", metavar="WORD", help="print only the cosine of the expression with this word")
     parser.add_argument("--plot", metavar="FILE", help="also plot the words in two dimensions (.png, .svg, .pdf)")
+    parser = command(commands, "tokenize", "split texts into tokens: names, ids and counts", _tokenize)
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--checkpoint", metavar="FOLDER", help="with the tokenizer of a run or checkpoint")
+    source.add_argument("--model", metavar="FOLDER", help="with that of a Hugging Face folder or a GGUF file")
+    help_text = "else in every way, learned from this text file (default: the bundled tinyshakespeare)"
+    source.add_argument("--data", default="tinyshakespeare", metavar="FILE", help=help_text)
+    help_text = "size of the vocabularies that are learned (default: %(default)s)"
+    parser.add_argument("--vocabulary", type=int, default=2000, metavar="N", help=help_text)
+    parser.add_argument("texts", nargs="+", metavar="TEXT", help="input texts")
     help_text = "plot positions, activations, gradients, random features, words in context, training curves, sweeps"
     plot = commands.add_parser("plot", help=help_text, description=f"{help_text.capitalize()}.")
     _add_plots(plot.add_subparsers(metavar="WHAT", required=True), command, model_options)
@@ -58,7 +69,9 @@ def _add_plots(plots: Any, command: Add, model_options: Callable[..., None]) -> 
     words = command(plots, "words", "plot a word's hidden states in several sentences, and their cosines", _words)
     model_options(words, "runs/char-gpt", pretrained=True)
     words.add_argument("--word", required=True, help="a word that occurs in each sentence")
-    words.add_argument("sentences", nargs="+", metavar="SENTENCE", help="at least two sentences")
+    words.add_argument(
+        "sentences", nargs="+", metavar="SENTENCE", help="sentences with at least two occurrences in all"
+    )
     run = command(plots, "run", "plot loss and accuracy of training runs", _run)
     run.add_argument("folders", nargs="+", metavar="FOLDER", help="run folder, such as runs/char-gpt")
     sweep = command(plots, "sweep", "plot the points and the scaling law of a sweep", _plot_sweep)
@@ -135,18 +148,48 @@ def _attend(chosen: argparse.Namespace) -> None:
 
 
 def _nearest(chosen: argparse.Namespace) -> None:
-    from transformer_kernels.training.data.vectors import nearest, parse_expression, read_vectors, table_of_model
+    from transformer_kernels.training.data.vectors import (
+        cosine,
+        nearest,
+        parse_expression,
+        read_vectors,
+        table_of_model,
+    )
     from transformer_kernels.visualization.words import draw_nearest
 
     expression = " ".join(chosen.expression)
     terms = parse_expression(expression)
     table = read_vectors(chosen.vectors) if chosen.vectors is not None else table_of_model(_load(chosen))
-    found = nearest(table, terms, chosen.top)
-    for word, cosine in found:
-        print(f"{cosine:7.4f}  {word}")
+    if chosen.to is not None:
+        print(f"{cosine(table, terms, chosen.to):7.4f}  {chosen.to}")
+        return
+    found = nearest(table, terms, chosen.top, keep=chosen.keep)
+    for word, similarity in found:
+        print(f"{similarity:7.4f}  {word}")
     if chosen.plot:
         draw_nearest(table, terms, [word for word, _ in found], chosen.plot)
         print(f"{expression}: {chosen.plot}")
+
+
+def _tokenize(chosen: argparse.Namespace) -> None:
+    from transformer_kernels.pretrained import load_tokenizer
+    from transformer_kernels.training import load_trained
+    from transformer_kernels.training.data.corpus import read_corpus
+    from transformer_kernels.visualization.tokens import split_by, split_in_every_way
+
+    source, tokenizer, corpus = chosen.model or chosen.checkpoint, None, ""
+    if chosen.model is not None:
+        tokenizer = load_tokenizer(chosen.model)
+    elif chosen.checkpoint is not None:
+        tokenizer = load_trained(chosen.checkpoint, backend="torch", device="cpu").tokenizer
+    else:
+        corpus = read_corpus(chosen.data)
+    for text in chosen.texts:
+        if tokenizer is None:
+            splits = split_in_every_way(text, corpus, chosen.vocabulary)
+        else:
+            splits = [split_by(tokenizer, text, Path(source).absolute().name)]
+        print("\n".join([text, *map(str, splits)]))
 
 
 def _selected(what: str, number: int | str | None, count: int) -> list[int]:
@@ -204,16 +247,21 @@ def _words(chosen: argparse.Namespace) -> None:
     from transformer_kernels.training.pretrained_commands import cosine_table
     from transformer_kernels.visualization.words import draw_words, word_in_context
 
-    if len(chosen.sentences) < 2:
-        raise ValueError("plot words: at least two sentences are compared; got one")
     loaded = _load(chosen)
     found = [word_in_context(loaded, chosen.word, sentence) for sentence in chosen.sentences]
-    numbered = [f"{number}: {sentence}" for number, sentence in enumerate(chosen.sentences, 1)]
+    occurrences = [
+        f"{number}.{k}: {context.sentence}" if len(context.indices) > 1 else f"{number}: {context.sentence}"
+        for number, context in enumerate(found, 1)
+        for k in range(1, len(context.indices) + 1)
+    ]
+    if len(occurrences) < 2:
+        raise ValueError(f"plot words: at least two occurrences are compared; {chosen.word!r} occurs once")
     for kind in ("contextual", "static"):
-        vectors = F.normalize(torch.stack([getattr(word, kind) for word in found]), dim=-1)
-        print(f"cosine, {kind}\n{cosine_table(numbered, vectors)}")
+        vectors = F.normalize(torch.cat([getattr(context, kind) for context in found]), dim=-1)
+        print(f"cosine, {kind}\n{cosine_table(occurrences, vectors)}")
     draw_words(found, chosen.word, chosen.out)
-    print(f"{chosen.word!r} in {len(found)} sentences: {chosen.out}")
+    sentences = "sentence" if len(found) == 1 else "sentences"
+    print(f"{chosen.word!r}: {len(occurrences)} occurrences in {len(found)} {sentences}: {chosen.out}")
 
 
 def _run(chosen: argparse.Namespace) -> None:

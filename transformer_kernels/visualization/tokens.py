@@ -11,6 +11,8 @@ from torch import Tensor
 
 from python_ref import GPT, BERTClassifier
 from python_ref.encoder import Encoder
+from transformer_kernels.training._optional import require
+from transformer_kernels.training.data.tokenizers import CharacterTokenizer, LearnedTokenizer
 
 MASKS = ("[MASK]", "<mask>")
 UNKNOWN = ("[UNK]", "<unk>")
@@ -60,6 +62,61 @@ def read(loaded: Any, text: str) -> Reading:
     if not any(end > start for start, end in spans):
         raise ValueError(f"the text must have at least one token; got {text!r}")
     return Reading(text, torch.tensor([ids], device=loaded.device), names, spans)
+
+
+class Split(NamedTuple):
+    """A text as one tokenizer splits it: its name, the size of its vocabulary, the ids and their names."""
+
+    name: str
+    vocabulary: int
+    ids: list[int]
+    names: list[str]
+
+    def __str__(self) -> str:
+        """The count, the names between bars, and the ids."""
+        count = f"{len(self.ids)} token{'s' * (len(self.ids) != 1)}"
+        ids = " ".join(map(str, self.ids))
+        return f"{self.name}, {self.vocabulary:,} in the vocabulary: {count}\n  {'|'.join(self.names)}\n  {ids}"
+
+
+def split_by(tokenizer: Any, text: str, name: str) -> Split:
+    """A text as a tokenizer of this package or of the package `tokenizers` splits it, with its special tokens."""
+    if hasattr(tokenizer, "encode_batch"):
+        encoding = tokenizer.encode(text)
+        return Split(name, tokenizer.get_vocab_size(), encoding.ids, _names(encoding, text))
+    ids, names, _ = _pieces(tokenizer, text)
+    size = tokenizer.mask if isinstance(tokenizer, LearnedTokenizer) else tokenizer.vocabulary_size
+    return Split(name, size, ids, names)
+
+
+def split_in_every_way(text: str, corpus: str, size: int) -> list[Split]:
+    """A text in characters, words, WordPieces and byte pairs, the last three learned from a corpus.
+
+    Args:
+        text: to be split.
+        corpus: from which vocabularies are learned.
+        size: of the vocabularies of words, WordPieces and byte pairs, at least 300.
+    Raises:
+        ValueError: the size is below 300.
+        ImportError: the package tokenizers is not installed.
+
+    Schuster, Nakajima, "Japanese and Korean voice search", 2012; Sennrich, Haddow, Birch, "Neural machine translation
+    of rare words with subword units", 2016.
+    """
+    if size < 300:
+        raise ValueError(f"tokenize: --vocabulary must be at least 300; got {size}")
+    package, lines = require("tokenizers"), corpus.splitlines()
+    pieces = package.BertWordPieceTokenizer()
+    pieces.train_from_iterator(lines, vocab_size=size, show_progress=False)
+    inner = package.Tokenizer.from_str(pieces.to_str())
+    inner.post_processor = package.processors.TemplateProcessing(single="$A", special_tokens=[])  # without [CLS], [SEP]
+    ways = {
+        "characters": CharacterTokenizer(corpus + text),
+        "words": LearnedTokenizer.learn_words(lines, size),
+        "WordPieces": inner,
+        "byte pairs": LearnedTokenizer.learn(lines, size),
+    }
+    return [split_by(tokenizer, text, name) for name, tokenizer in ways.items()]
 
 
 def readable(piece: str) -> str:

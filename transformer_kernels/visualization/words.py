@@ -18,40 +18,43 @@ from transformer_kernels.visualization.tokens import UNKNOWN, read
 
 
 class WordInContext(NamedTuple):
-    """One occurrence of a word.
+    """A word in a sentence, where it occurs N times.
 
     Attributes:
         sentence: the sentence that contains it.
-        indices: those of the word's tokens in the sentence.
+        indices: for each occurrence, those of the word's tokens in the sentence.
         hidden: (L, E) float32, the last hidden states of the sentence's tokens. names: their names.
-        static: (E,) float32, the mean of the embeddings of the word's tokens.
+        static: (N, E) float32, for each occurrence the mean of the embeddings of its tokens.
     """
 
     sentence: str
-    indices: list[int]
+    indices: list[list[int]]
     hidden: Tensor
     names: list[str]
     static: Tensor
 
     @property
     def contextual(self) -> Tensor:
-        """(E,), the mean of the hidden states of the word's tokens."""
-        return self.hidden[self.indices].mean(0)
+        """(N, E), for each occurrence the mean of the hidden states of its tokens."""
+        return torch.stack([self.hidden[tokens].mean(0) for tokens in self.indices])
 
 
 @torch.inference_mode()
 def word_in_context(loaded: Any, word: str, sentence: str) -> WordInContext:
-    """The first occurrence of `word` as a whole word, ignoring case; ValueError if there is none."""
+    """Every occurrence of `word` as a whole word, ignoring case; ValueError if there is none."""
     reading = read(loaded, sentence)
-    found = re.search(rf"(?<!\w){re.escape(word)}(?!\w)", reading.text, re.IGNORECASE)
-    if not word or found is None:
+    found = [match.span() for match in re.finditer(rf"(?<!\w){re.escape(word)}(?!\w)", reading.text, re.IGNORECASE)]
+    if not word or not found:
         raise ValueError(f"the word {word!r} is not in {sentence!r}")
-    first, last = found.span()
-    indices = [index for index, (start, end) in enumerate(reading.spans) if start < last and end > first]
-    if any(reading.names[index] in UNKNOWN for index in indices):
+    indices = [
+        [index for index, (start, end) in enumerate(reading.spans) if start < last and end > first]
+        for first, last in found
+    ]
+    if any(reading.names[index] in UNKNOWN for index in itertools.chain(*indices)):
         raise ValueError(f"the model does not know the word {word!r}: it reads [UNK] in {sentence!r}")
     hidden = loaded.model.hidden_states(reading.tokens)[0].float().cpu()
-    static = loaded.model.embedding.tokens.weight[reading.tokens[0, indices]].float().mean(0).cpu()
+    table = loaded.model.embedding.tokens.weight
+    static = torch.stack([table[reading.tokens[0, tokens]].float().mean(0).cpu() for tokens in indices])
     return WordInContext(sentence, indices, hidden, reading.names, static)
 
 
@@ -65,30 +68,27 @@ def principal_components(rows: Tensor) -> tuple[Tensor, Tensor]:
 def draw_words(found: list[WordInContext], word: str, path: str | Path) -> None:
     """Write a figure of all tokens of the sentences in two dimensions.
 
-    The static embedding of the word is a star; arrows lead from it to the word's hidden state in each sentence. All
+    The static embedding of the word is a star; arrows lead from it to the hidden state of each occurrence. All
     vectors are scaled to unit length before the projection, because embeddings and hidden states differ in size.
 
     Pearson, "On lines and planes of closest fit to systems of points in space", 1901.
     """
-    rows = torch.cat(
-        [
-            *(torch.cat((context.hidden, context.contextual[None])) for context in found),
-            found[0].static[None],
-        ]
-    )
+    vectors = [torch.cat((context.hidden, context.contextual)) for context in found]
+    rows = torch.cat([*vectors, found[0].static[:1]])
     points, shares = principal_components(torch.nn.functional.normalize(rows, dim=1))
     figure, (axes,) = new_figure(9.0, 6.5)
-    *parts, (star,) = points.split([*(len(context.names) + 1 for context in found), 1])
+    *parts, (star,) = points.split([*map(len, vectors), 1])
     names = [(star.tolist(), "static", "black", "bold")]
     arrows: list[list[float]] = []
     for number, (context, part) in enumerate(zip(found, parts, strict=True)):
-        colour = f"C{number}"
-        sentence = f"{number + 1}: {context.sentence}"
-        axes.scatter(*part[:-1].T.tolist(), s=14, color=colour, label=literal(sentence))
-        axes.scatter(*part[context.indices].T.tolist(), s=90, facecolors="none", edgecolors=colour, linewidths=2)
-        arrows += _arrow(axes, star.tolist(), part[-1].tolist(), colour)
-        for index, (name, point) in enumerate(zip(context.names, part.tolist(), strict=False)):
-            names.append((point, literal(name), colour, "bold" if index in context.indices else "normal"))
+        colour, tokens = f"C{number}", list(itertools.chain(*context.indices))
+        states, means = part[: len(context.names)], part[len(context.names) :]
+        axes.scatter(*states.T.tolist(), s=14, color=colour, label=literal(f"{number + 1}: {context.sentence}"))
+        axes.scatter(*states[tokens].T.tolist(), s=90, facecolors="none", edgecolors=colour, linewidths=2)
+        for mean in means:
+            arrows += _arrow(axes, star.tolist(), mean.tolist(), colour)
+        for index, (name, point) in enumerate(zip(context.names, states.tolist(), strict=True)):
+            names.append((point, literal(name), colour, "bold" if index in tokens else "normal"))
     axes.scatter(*star.tolist(), s=140, marker="*", color="black", zorder=3)
     axes.set_xlabel(f"first component ({shares[0]:.0%} of the variance)")
     axes.set_ylabel(f"second component ({shares[1]:.0%})")

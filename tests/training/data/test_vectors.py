@@ -11,6 +11,7 @@ from transformer_kernels.training.data.tokenizers import ByteTokenizer, Characte
 from transformer_kernels.training.data.vectors import (
     Term,
     WordVectors,
+    cosine,
     nearest,
     parse_expression,
     read_vectors,
@@ -51,7 +52,7 @@ def test_vectors_of_a_text_file(file, content):
         ("the 1 2 3\nking 1 two 3\n", "line 2: expected a word and 3 finite numbers; got 'king 1 two 3"),
         ("the 1 2 nan\n", "line 1: expected a word and 3 finite numbers"),
         ("the 1 2 1e99\n", "line 1: expected a word and 3 finite numbers"),
-        (b"the 1 2\n\xff\xfe 1 2\n", "not UTF-8 text: invalid start byte; binary word vectors are not read"),
+        (b"the 1 2\n\xff\xfe 1 2\n", "not UTF-8 text: invalid start byte; a binary file of word2vec must end in .bin"),
     ],
 )
 def test_bad_files_are_refused(file, content, message):
@@ -87,6 +88,55 @@ def test_nearest_is_the_cosine_without_the_words_asked_for():
     assert len(nearest(table, [Term(1, "w0")], 100)) == 19
     with pytest.raises(ValueError, match="--top must be at least 1; got 0"):
         nearest(table, [Term(1, "w0")], 0)
+
+
+def test_the_words_of_an_expression_and_one_cosine(file, capsys):
+    table = WordVectors(["a", "b", "c"], torch.tensor([[1.0, 0.0], [0.6, 0.8], [0.0, 1.0]]))
+    assert [word for word, _ in nearest(table, [Term(1, "a")], 3, keep=True)] == ["a", "b", "c"]
+    assert cosine(table, [Term(1, "a")], "b") == pytest.approx(0.6)
+    assert cosine(table, [Term(1, "b"), Term(-1, "a")], "c") == pytest.approx(0.8 / 0.8**0.5)
+    path = str(file("a 1 0\nb 0.6 0.8\n"))
+    assert cli.main(["nearest", "--vectors", path, "a", "--to", "b"]) == 0
+    assert cli.main(["nearest", "--vectors", path, "a", "--keep"]) == 0
+    assert capsys.readouterr().out.split() == ["0.6000", "b", "1.0000", "a", "0.6000", "b"]
+    assert cli.main(["nearest", "--vectors", path, "a", "--to", "z"]) == 1
+    assert "'z' is not one of the 2 words" in capsys.readouterr().err
+
+
+def binary(words, values, header=None, end=b"\n"):
+    rows = [word.encode() + b" " + row.numpy().tobytes() + end for word, row in zip(words, values, strict=True)]
+    return (header or f"{len(words)} {values.shape[1]}\n".encode()) + b"".join(rows)
+
+
+@pytest.mark.parametrize("end", [b"\n", b""])
+def test_vectors_of_a_binary_file(tmp_path, end):
+    values = torch.tensor(
+        [[3.0, 4.0, 0.0], [0.0, 0.0, 2.0], [9.0, 9.0, 9.0], [2.0**-130, 0.0, 0.0]]
+    )  # has blanks' bytes
+    path = tmp_path / "vectors.bin"
+    path.write_bytes(binary(["king", "größe", "king", "a"], values, end=end))
+    table = read_vectors(path)
+    assert table.words == ["king", "größe", "a"]
+    torch.testing.assert_close(table.vectors[:2], torch.tensor([[0.6, 0.8, 0.0], [0.0, 0.0, 1.0]]))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "expected the numbers of words and values in the first line"),
+        (b"king 1 2\n", "expected the numbers of words and values in the first line"),
+        (b"0 3\n", "its first line has 0 words of 3 values; the file does not"),
+        (b"9999999 9999999\nking ", "its first line has 9,999,999 words of 9,999,999 values"),
+        (binary(["a" * 20, "b"], torch.ones(2, 3), b"3 3\n"), "it ends at word 3 of 3"),
+        (binary(["a", "b"], torch.ones(2, 3))[:-5], "it ends at word 2 of 2"),
+        (binary(["a"], torch.tensor([[1.0, float("nan")]])), "a value is not a finite number"),
+    ],
+)
+def test_bad_binary_files_are_refused(tmp_path, content, message):
+    path = tmp_path / "vectors.bin"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        read_vectors(path)
 
 
 def test_an_unknown_word_names_similar_ones():

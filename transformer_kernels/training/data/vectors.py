@@ -1,9 +1,10 @@
-"""Word vectors: from a trained or pretrained model's embedding table or a GloVe text file; nearest words, analogies."""
+"""Word vectors of a model's embedding table, or of a file of GloVe or word2vec; nearest words, analogies."""
 
 from __future__ import annotations
 
 import difflib
 import math
+import mmap
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,13 +58,14 @@ def parse_expression(text: str) -> list[Term]:
     return [Term(1 if sign == "+" else -1, word) for sign, word in zip(signs, parts[::2], strict=True)]
 
 
-def nearest(table: WordVectors, terms: Sequence[Term], count: int) -> list[tuple[str, float]]:
+def nearest(table: WordVectors, terms: Sequence[Term], count: int, *, keep: bool = False) -> list[tuple[str, float]]:
     """The words whose vectors have the largest cosines with the signed sum of the terms' unit vectors.
 
     Args:
         table: words and unit vectors.
-        terms: of an expression; their own words are left out of the result.
+        terms: of an expression.
         count: number of words, at most.
+        keep: whether the result may have words of the expression.
     Returns:
         (word, cosine), best first.
     Raises:
@@ -78,13 +80,22 @@ def nearest(table: WordVectors, terms: Sequence[Term], count: int) -> list[tuple
     """
     if count < 1:
         raise ValueError(f"nearest: --top must be at least 1; got {count}")
-    indices = [table.index_of(word) for _, word in terms]
-    signs = torch.tensor([float(sign) for sign, _ in terms])
-    wanted = torch.nn.functional.normalize(signs @ table.vectors[indices], dim=0)  # (E,)
-    cosines = table.vectors @ wanted  # (V,)
-    cosines[indices] = -math.inf
-    best = cosines.topk(min(count, len(table.words) - len(set(indices))))
+    cosines = table.vectors @ _direction(table, terms)  # (V,)
+    own = () if keep else {table.index_of(word) for _, word in terms}
+    cosines[list(own)] = -math.inf
+    best = cosines.topk(min(count, len(table.words) - len(own)))
     return [(table.words[index], cosine) for cosine, index in zip(*map(Tensor.tolist, best), strict=True)]
+
+
+def cosine(table: WordVectors, terms: Sequence[Term], word: str) -> float:
+    """The cosine of the signed sum of the terms' unit vectors and the vector of a word; ValueError for unknown ones."""
+    return float(table.vectors[table.index_of(word)] @ _direction(table, terms))
+
+
+def _direction(table: WordVectors, terms: Sequence[Term]) -> Tensor:
+    """The signed sum of the terms' vectors, scaled to unit length, (E,)."""
+    signs = torch.tensor([float(sign) for sign, _ in terms])
+    return torch.nn.functional.normalize(signs @ table.vectors[[table.index_of(word) for _, word in terms]], dim=0)
 
 
 def table_of_model(loaded: Any) -> WordVectors:
@@ -112,19 +123,21 @@ def table_of_model(loaded: Any) -> WordVectors:
 
 
 def read_vectors(path: str | Path) -> WordVectors:
-    """Read word vectors in text form: a word and E numbers per line, as GloVe writes them.
+    """Read word vectors: a word and E numbers per line, as GloVe writes them, or word2vec's binary form (*.bin).
 
-    A first line with two integers, as word2vec writes it, is skipped. Of a repeated word the first line counts.
+    A first line with two integers, as word2vec writes it, is skipped. Of a repeated word the first one counts.
 
     Raises:
         FileNotFoundError: no such file.
         ValueError: the file is not UTF-8 text or has no vectors, or a line has another number of values than the first,
-            or a value is not a finite number; the line is named.
+            or a value is not a finite number; the line is named. A binary file is shorter than it says.
     """
     path, values = Path(path), array("f")
     words: dict[str, None] = {}
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; expected word vectors as text, such as glove.6B.100d.txt")
+    if path.suffix == ".bin":
+        return _read_binary(path)
     width = 0
     with path.open(encoding="utf-8") as file:
         try:
@@ -141,10 +154,42 @@ def read_vectors(path: str | Path) -> WordVectors:
                     words[word] = None
                     values.extend(row)
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: not UTF-8 text: {error.reason}; binary word vectors are not read") from error
+            raise ValueError(
+                f"{path}: not UTF-8 text: {error.reason}; a binary file of word2vec must end in .bin"
+            ) from error
     if not words:
         raise ValueError(f"{path}: no word vectors; expected a word and its numbers on each line")
     return _table(list(words), torch.frombuffer(values, dtype=torch.float32).view(-1, width))
+
+
+def _read_binary(path: Path) -> WordVectors:
+    """The form of word2vec's option -binary 1: "V E" in a line, then V times a word, a blank and E float32."""
+    with path.open("rb") as file:
+        header = file.readline(64)
+        sizes = header.split()
+        if len(sizes) != 2 or not all(size.isdigit() for size in sizes):
+            raise ValueError(f"{path}: expected the numbers of words and values in the first line; got {header!r}")
+        count, width = map(int, sizes)
+        if not 0 < count * width <= path.stat().st_size // 4:
+            raise ValueError(f"{path}: its first line has {count:,} words of {width:,} values; the file does not")
+        words: dict[str, None] = {}
+        vectors = torch.empty(count, width)
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            at = len(header)
+            for number in range(1, count + 1):
+                blank = data.find(b" ", at)
+                row = data[blank + 1 : blank + 1 + 4 * width]
+                if blank < 0 or len(row) < 4 * width:
+                    raise ValueError(f"{path}: it ends at word {number:,} of {count:,}")
+                word = data[at:blank].decode(errors="replace").lstrip("\n")
+                if word not in words:
+                    vectors[len(words)] = torch.frombuffer(bytearray(row), dtype=torch.float32)
+                    words[word] = None
+                at = blank + 1 + 4 * width
+    vectors = vectors[: len(words)]
+    if not vectors.isfinite().all():
+        raise ValueError(f"{path}: a value is not a finite number")
+    return _table(list(words), vectors)
 
 
 def _numbers(fields: list[str]) -> array[float] | None:
