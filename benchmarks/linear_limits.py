@@ -19,7 +19,7 @@ import torch
 from transformer_kernels.ops.linear import LinearCall, LinearResult, _cpu
 from transformer_kernels.ops.linear._products import gradients, product
 
-ROWS = (32, 256, 512, 2048)
+ROWS = (32, 128, 256, 512, 2048)
 EXPONENTS = range(14, 27)
 """Elements of a weight, as powers of two."""
 CALLS = 7

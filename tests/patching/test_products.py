@@ -109,12 +109,28 @@ def test_inference_is_ours_where_mkl_is_slow(monkeypatch: pytest.MonkeyPatch, pr
     torch.testing.assert_close(given, nn.functional.linear(x, layer.weight, layer.bias))
 
 
+@pytest.mark.parametrize(
+    ("vendor", "level", "rows", "few"),
+    [
+        ("GenuineIntel", "avx512", 255, True),
+        ("GenuineIntel", "avx512", 256, False),
+        ("AuthenticAMD", "avx2", 255, True),
+        ("AuthenticAMD", "avx512", 128, False),
+        ("AuthenticAMD", "avx512", 127, True),
+    ],
+)
+def test_few_rows(monkeypatch: pytest.MonkeyPatch, vendor: str, level: str, rows: int, few: bool) -> None:
+    monkeypatch.setattr(cpu, "_module", Mock(vendor=vendor, instruction_set=lambda: level))
+    assert _products.are_few(rows, torch.empty(32, 64)) is few  # 2^18 products with 128 rows
+    assert _products.are_few(31, torch.empty(1024, 1024))
+
+
 @pytest.mark.parametrize("change", ["few rows", "another type", "autocast", "torch", "a view"])
 def test_what_goes_to_pytorch(change: str) -> None:
     x, weight, backend = torch.randn(ROWS, 37), torch.randn(37, 70), "cpu"
     assert _products.are_ours(x, weight, backend)
     if change == "few rows":
-        x = x[: _products.MIN_ROWS - 1]
+        x = x[: _products.MIN_ROWS_ON_AMD - 1]
     elif change == "another type":
         x, weight = x.double(), weight.double()
     elif change == "a view":
@@ -171,7 +187,8 @@ def test_which_products_under_autocast_are_ours(monkeypatch: pytest.MonkeyPatch)
     ("vendor", "level", "rows", "largest"),
     [
         ("GenuineIntel", "avx512", 256, 1 << 19),
-        ("AuthenticAMD", "avx512", 255, 1 << 19),
+        ("AuthenticAMD", "avx512", 127, 1 << 19),
+        ("AuthenticAMD", "avx512", 128, 1 << 20),
         ("AuthenticAMD", "avx2", 256, 1 << 19),
         ("AuthenticAMD", "avx512_bf16", 256, 1 << 23),
         ("", "plain", 256, 1 << 19),
@@ -181,7 +198,7 @@ def test_the_largest_weight(monkeypatch: pytest.MonkeyPatch, vendor: str, level:
     monkeypatch.setattr(cpu, "_module", Mock(vendor=vendor, instruction_set=lambda: level))
     x = torch.empty(rows, 8)
     assert linear_cpu.largest_weight(x) == largest
-    assert linear_cpu.largest_weight(x, forward_alone=True) == (largest if largest == 1 << 19 else 1 << 26)
+    assert linear_cpu.largest_weight(x, forward_alone=True) == max(largest, 1 << 26 if largest == 1 << 23 else 0)
 
 
 @pytest.mark.parametrize("wanted", [("weight",), ("bias",), ("weight", "bias"), ("x",)])

@@ -17,9 +17,12 @@ from transformer_kernels.backends import cpu
 from transformer_kernels.backends.dispatch import requested
 from transformer_kernels.ops._foreign import UNPATCH, foreign, transformed
 from transformer_kernels.ops._operation import autocast_dtype
+from transformer_kernels.ops.linear import _cpu as linear_cpu
 from transformer_kernels.patching._swap import Mixin, is_plain, swap
 
 MIN_ROWS = 256
+MIN_ROWS_ON_AMD, MIN_PRODUCTS_ON_AMD = 32, 1 << 18
+"""Rows of x, and rows times elements of the weight, from which our products are faster."""
 MIN_PRODUCTS = 3 << 19
 """Products of a weight (K, N), which the kernels transpose, from which ours are faster."""
 
@@ -44,16 +47,27 @@ def linear_is_ours(x: Tensor, weight: Tensor, backend: str | None) -> bool:
     return known and torch.is_grad_enabled() and _are_ours(x, weight, backend, False)
 
 
+def rows_of(x: Tensor) -> int:
+    return x.numel() // max(1, x.shape[-1])
+
+
+def are_few(rows: int, weight: Tensor) -> bool:
+    """Whether PyTorch's product of so many rows and a weight is the faster one."""
+    if rows >= MIN_ROWS:
+        return False
+    if rows < MIN_ROWS_ON_AMD or rows * weight.numel() < MIN_PRODUCTS_ON_AMD:
+        return True
+    return cpu.unavailable(weight.device) is not None or linear_cpu.processor(cpu.load()) != "AMD"
+
+
 def _are_ours(x: Tensor, weight: Tensor, backend: str | None, forward_alone: bool) -> bool:
     if not is_eager_cpu(x) or requested(backend) not in ("cpu", "auto") or cpu.unavailable(x.device):
         return False
-    if foreign(weight) is not None or weight.dtype is not torch.float32 or x.numel() < MIN_ROWS * x.shape[-1]:
+    if foreign(weight) is not None or weight.dtype is not torch.float32 or are_few(rows_of(x), weight):
         return False
-    from transformer_kernels.ops.linear._cpu import largest_weight, processor
-
-    if not torch.is_grad_enabled() and processor(cpu.load()) != "AMD":
+    if not torch.is_grad_enabled() and linear_cpu.processor(cpu.load()) != "AMD":
         return False
-    return weight.is_contiguous() and 0 < weight.numel() <= largest_weight(x, forward_alone)
+    return weight.is_contiguous() and 0 < weight.numel() <= linear_cpu.largest_weight(x, forward_alone)
 
 
 def faster_linear(
@@ -87,7 +101,7 @@ class Linear(AnyLinear):
     """x W^T + b of a layer inside a model; the report does not list it."""
 
     def forward(self, input: Tensor) -> Tensor:
-        few = not is_compiling() and input.numel() < MIN_ROWS * self.in_features
+        few = not is_compiling() and are_few(rows_of(input), self.weight)
         if few or not linear_is_ours(input, self.weight, self.backend):
             return F.linear(input, self.weight, self.bias)
         return ops.linear(input, self.weight, self.bias, backend=self.backend)
@@ -102,7 +116,7 @@ def adopt_linear_layers(module: nn.Module) -> None:
 
 def by_columns(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None) -> Tensor:
     """x W + b, x (..., K), weight (K, N)."""
-    few = not torch.is_grad_enabled() and not is_compiling() and x.numel() < MIN_ROWS * x.shape[-1]
+    few = not torch.is_grad_enabled() and not is_compiling() and are_few(rows_of(x), weight)
     if not few and are_ours(x, weight, backend) and x.numel() * weight.shape[1] >= MIN_PRODUCTS:
         return ops.linear(x, weight.t(), bias, backend=backend)
     return x @ weight if bias is None else torch.addmm(bias, x.flatten(0, -2), weight).view(*x.shape[:-1], -1)

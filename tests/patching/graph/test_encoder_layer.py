@@ -85,6 +85,18 @@ def test_a_decoder_with_masks_is_one_graph():
     assert matched["multi_head_attention"] == 2
 
 
+@pytest.mark.filterwarnings("always:Support for mismatched")
+def test_a_warning_does_not_end_the_trace():
+    model = encoder(dropout=0.0)
+    compiled, _ = routed(model)
+    torch._dynamo.utils.counters.clear()
+    x, masks = torch.randn(2, 8, 16), {"mask": CAUSAL, "src_key_padding_mask": PADDING}
+    with pytest.warns(UserWarning, match="mismatched"):
+        found = compiled(x, **masks)
+    torch.testing.assert_close(found, model(x, **masks), rtol=2e-5, atol=2e-6)
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
 def test_a_layer_whose_input_has_a_gradient_keeps_it():
     model = encoder().eval().requires_grad_(False)
     compiled, _ = routed(model)

@@ -29,8 +29,8 @@ MIN_READ = 1 << 18
 # Written by benchmarks/linear_limits.py.
 LIMITS: dict[tuple[torch.dtype, str, str], tuple[tuple[int, int], ...]] = {
     (torch.float32, "all", ""): ((0, 1 << 19),),
-    (torch.float32, "all", "AMD"): ((0, 1 << 19), (256, 1 << 23)),
-    (torch.float32, "forward", "AMD"): ((256, 1 << 26),),
+    (torch.float32, "all", "AMD"): ((0, 1 << 19), (128, 1 << 20), (256, 1 << 23)),
+    (torch.float32, "forward", "AMD"): ((128, 1 << 20), (256, 1 << 26)),
     (torch.bfloat16, "all", ""): ((0, 1 << 19), (512, 1 << 22)),
     (torch.bfloat16, "all", "AMX"): (),
     (torch.bfloat16, "weight gradient", ""): ((0, 1 << 16), (2048, 1 << 19)),

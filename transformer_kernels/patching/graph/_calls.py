@@ -21,7 +21,7 @@ from transformer_kernels.ops._pattern import Call, Input, Match, Number, Option,
 from transformer_kernels.ops.attention._pattern import grouped
 from transformer_kernels.ops.linear._cpu import largest_weight, processor
 from transformer_kernels.patching import _torch_calls as calls
-from transformer_kernels.patching._products import MIN_ROWS, faster_linear
+from transformer_kernels.patching._products import are_few, faster_linear, rows_of
 
 X = Input("x")
 LINEAR = Call("linear", X, Input("weight"), Option("bias"))
@@ -66,7 +66,7 @@ def _faster_linear(match: Match, x: Any, weight: Any, values: tuple[Any, ...]) -
 
 def _multiplies(match: Match, x: Any, weight: Any) -> bool:
     """`linear_is_ours`, for tensors without values and while PyTorch compiles."""
-    if x.numel() < MIN_ROWS * x.shape[-1] or cpu.unavailable(x.device) is not None:
+    if cpu.unavailable(x.device) is not None or are_few(rows_of(x), weight):
         return False
     if not match.trains and processor(cpu.load()) != "AMD":
         return False

@@ -6,6 +6,7 @@ Its parts on these kernels are faster from a few hundred tokens on.
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn.modules import transformer
 
 from transformer_kernels import ops
 from transformer_kernels.ops._pattern import Call, Match, Option, Pattern, Prepared, Replacement
-from transformer_kernels.patching._products import MIN_ROWS, faster_linear
+from transformer_kernels.patching._products import are_few, faster_linear
 
 PARAMETERS = ("x", "width", "heads", "in_weight", "in_bias", "out_weight", "out_bias", "gelu", "norm_first", "eps",
               "weight1", "bias1", "weight2", "bias2", "up_weight", "up_bias", "down_weight", "down_bias", "mask",
@@ -74,7 +75,7 @@ def _replace(match: Match) -> Replacement | str:
         return "the dtypes differ"
     if torch.is_autocast_enabled(x.device.type):
         return "autocast chooses its dtypes"
-    if match.is_auto and (not x.is_cpu or match.size(*x.shape[:-1]) < MIN_ROWS):
+    if match.is_auto and (not x.is_cpu or are_few(match.size(*x.shape[:-1]), match.fake("in_weight"))):
         return "PyTorch's function is the faster one at this size"
     values = tuple(match.bound[name] for name in PARAMETERS)
     mask = match.bound["mask"]
@@ -86,13 +87,22 @@ PATTERNS = (Pattern("encoder_layer", Call("encoder_layer", *map(Option, PARAMETE
 
 @functools.cache
 def trace_masks() -> None:
-    """Let Dynamo, with any backend, trace torch.nn's encoders and decoders with a mask.
+    """Let Dynamo, with any backend, trace torch.nn's encoders and decoders with masks.
 
     They compare the values of a mask with a causal one, at which tracing ends. The answer is a hint for faster kernels:
-    the mask is passed on in any case.
+    the mask is passed on in any case. A warning, as about masks of two dtypes, ends tracing too: those whose text is
+    known are issued when the program is compiled.
     """
     original: Any = transformer._detect_is_causal_mask
 
     @torch.compiler.substitute_in_graph(original)
     def is_causal(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
         return is_causal is True
+
+    @torch.compiler.assume_constant_result
+    def issue(message: Any, category: Any) -> None:
+        warnings.warn(message, category, stacklevel=1)
+
+    @torch.compiler.substitute_in_graph(warnings.warn)
+    def warn(message: Any, category: Any = None, stacklevel: int = 1, source: Any = None) -> None:
+        issue(message, category)
