@@ -103,6 +103,6 @@ def trace_masks() -> None:
     def issue(message: Any, category: Any) -> None:
         warnings.warn(message, category, stacklevel=1)
 
-    @torch.compiler.substitute_in_graph(warnings.warn)
-    def warn(message: Any, category: Any = None, stacklevel: int = 1, source: Any = None) -> None:
+    @torch.compiler.substitute_in_graph(warnings.warn, skip_signature_check=True)  # Python 3.12 has another one
+    def warn(message: Any, category: Any = None, *_: Any, **options: Any) -> None:
         issue(message, category)
