@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.workloads import Workload
 from python_ref import ops as reference
-from transformer_kernels.verification import RELATIVE_RMS
+from transformer_kernels.verification.budget import RELATIVE_RMS
 
 GRADIENT_FACTOR = 2.0
 MAX_FACTOR = 16.0

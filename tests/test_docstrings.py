@@ -13,7 +13,8 @@ import torch
 import transformer_kernels as tk
 from transformer_kernels import ops
 
-FUNCTIONS = (*ops.__all__, "patch", "unpatch", "accelerate", "graphed", "build", "load_pretrained", "explain")
+MODELS = ("patch", "unpatch", "accelerate", "graphed", "build", "compare", "load_pretrained", "explain")
+FUNCTIONS = (*ops.__all__, *MODELS)
 PAPER = re.compile(r'".+", \d{4}')
 
 

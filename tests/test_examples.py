@@ -57,7 +57,7 @@ def test_python_of_the_readme(index, tmp_path):
 
 def test_the_pages_of_docs_are_in_their_index():
     index = (ROOT / "docs" / "README.md").read_text()
-    assert len(SHOWN) == 9 and all(f"]({page.name})" in index for page in SHOWN)
+    assert len(SHOWN) == 10 and all(f"]({page.name})" in index for page in SHOWN)
     assert "docs/README.md" in (ROOT / "README.md").read_text()
 
 

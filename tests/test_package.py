@@ -34,6 +34,7 @@ def test_public_names():
         "accelerate",
         "bind",
         "build",
+        "compare",
         "compile",
         "explain",
         "export_pretrained",

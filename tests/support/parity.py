@@ -1,26 +1,6 @@
 """The error budget: a backend against python_ref in float64, next to eager PyTorch in the tested dtype.
 
-An output passes when its largest error is at most twice that of eager PyTorch (three times for gradients) plus the
-rounding of one element, and its relative RMS error is below the limit of its dtype.
-
-In float32 the error of eager PyTorch is the larger of its error on this host and the rounding bound of the operation:
-the summation order of its libraries depends on the host's instruction set, and an error that happens to be a tenth of
-the rounding would be too strict a budget. The bound depends on the operation and its arguments only. python_ref runs in
-float64, forward and backward, and the result of each step is perturbed by a random amount within the rounding error of
-that step and rounded to float32 (random rounding: D. S. Parker, "Monte Carlo arithmetic", 1997). With u = 2^-24, the
-error of
-
-- a sum, product, quotient or square root is half an ulp, and so is that of tanh and erf, which are exact at saturation;
-  a result that float32 represents exactly has none;
-- exp, log and 1 / sqrt is one ulp; that of the logistic function, and of derivatives from stored results, which are
-  three steps, is sqrt(3) / 2 ulp;
-- a sum of n terms is that of pairwise or blocked summation: each term passes through log2(n) additions with errors of
-  random sign, sqrt(1 + log2(n)) u sqrt(result^2 + sum of squared terms);
-- a dot product of length n is that of sequential summation in tiles of 64, and pairwise summation of tiles. After k of
-  n terms of random sign the partial sum is sqrt(k / n) times the root of the sum of squared terms, and the mean of its
-  square is one half: sqrt(min(n, 64) / 2 + log2(n / 64)) u times that root.
-
-Copies, selections and maxima are exact. The random numbers are the same each time.
+The budget is `transformer_kernels/verification/budget.py`, which derives its rounding bound.
 """
 
 from __future__ import annotations
@@ -33,18 +13,15 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import transformer_kernels as tk
 from python_ref import ops as reference
 from transformer_kernels.backends import dispatch
-from transformer_kernels.verification import RELATIVE_RMS
+from transformer_kernels.verification.budget import GRADIENT_FACTOR, OUTPUT_FACTOR, RandomRounding, measure
 
 PYTORCH_UNIT = {torch.float32: 2.0**-17}
 """The torch backend's unit of rounding in float32: PyTorch's fused attention has exponentials of 20 bits, its LayerNorm
 rounds x * rstd and mean * rstd separately. The RMS limit applies to it unchanged."""
-OUTPUT_FACTOR = 2.0
-GRADIENT_FACTOR = 3.0
 
 
 def require(op, backend, device, dtype):
@@ -122,86 +99,24 @@ def _leaf(value, dtype):
     return value.detach().requires_grad_(value.requires_grad)
 
 
-ROUNDINGS = {  # of one element, in half ulp
-    **dict.fromkeys(("add", "sub", "rsub", "mul", "div", "sqrt", "pow", "erf", "tanh"), 1.0),
-    **dict.fromkeys(("exp", "log", "rsqrt"), 2.0),
-    **dict.fromkeys(("sigmoid", "sigmoid_backward", "tanh_backward"), math.sqrt(3.0)),
-}
-PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
-TILE = 64
-
-
-class RandomRounding(TorchDispatchMode):
-    """Adds float32 rounding errors of random sign to operations in float64; see the module.
-
-    Factors and results of matrix products are rounded to `dtype`, the dtype of a call.
-    """
-
-    def __init__(self, dtype=torch.float32, seed=0):
-        super().__init__()
-        self.dtype, self.seed = dtype, seed
-        self.generators: dict[torch.device, torch.Generator] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if not isinstance(result, Tensor) or result.dtype is not torch.float64:
-            return result
-        if (size := self._size(func.overloadpacket.__name__, result, args, kwargs or {})) is None:
-            return result
-        generator = self.generators.setdefault(result.device, torch.Generator(result.device).manual_seed(self.seed))
-        noise = torch.rand(result.shape, generator=generator, dtype=result.dtype, device=result.device) * 2.0 - 1.0
-        error = (noise * size).nan_to_num(0.0, 0.0, 0.0)
-        represented = result.float().double() == result
-        return result.copy_(torch.where(represented, result, (result + error).float().double()))
-
-    def _size(self, name, result, args, kwargs):
-        """The bound on the rounding error of each element of this step's result; None if exact."""
-        u = 2.0**-24
-        if (halves := ROUNDINGS.get(name.rstrip("_"))) is not None:
-            return torch.ldexp(torch.full_like(result, halves * u / 2.0), torch.frexp(result).exponent)
-        if name in PRODUCTS and (length := args[-1].shape[-2]) > 0:
-            squares = torch.matmul(args[-2].square(), args[-1].square())
-            added = squares.sqrt() * u * math.sqrt(min(length, TILE) / 2 + max(0.0, math.log2(length / TILE)))
-            if self.dtype is torch.float32:
-                return added
-            return added + torch.finfo(self.dtype).eps / 2.0 * (2.0 * squares.sqrt() + result.abs())
-        if name in ("sum", "mean") and args[0].numel() > result.numel() > 0:
-            squares = torch.ops.aten.sum(args[0].square(), *args[1:], **kwargs)
-            length = args[0].numel() / result.numel()
-            squares = squares / length**2 if name == "mean" else squares
-            return (squares + result.square()).sqrt() * u * math.sqrt(1.0 + math.log2(length))
-        return None
-
-
 def assert_within_budget(name, ours, exact, eager, factor, dtype, magnitude=None, unit=None, excess=None, rounded=None):
     """Check one tensor against the exact one, with a budget from the eager one; returns the fraction that is used.
 
-    The floor is one unit of rounding at `magnitude`, the largest element unless given: a gradient may be the difference
-    of far larger terms (that of q for a single key is 0), and then the limits are the rounding of its terms and the RMS
-    error of eager. With `excess` the largest error must be between the budget and that multiple, or between two
-    multiples. `rounded` returns the result with random rounding, whose error is used where eager's is too small.
+    With `excess` the largest error must be between the budget and that multiple, or between two multiples; the other
+    arguments are those of `budget.measure`.
     """
     assert ours.shape == exact.shape, f"{name}: shape {tuple(ours.shape)} instead of {tuple(exact.shape)}"
     unusual = ~torch.isfinite(exact)
     torch.testing.assert_close(ours.double()[unusual], exact[unusual], equal_nan=True, msg=lambda m: f"{name}: {m}")
-    exact, got, eager = (tensor.double().masked_fill(unusual, 0.0) for tensor in (exact, ours, eager))
-    assert torch.isfinite(got).all(), f"{name}: not finite where the exact result is"
+    assert torch.isfinite(ours.masked_fill(unusual, 0.0)).all(), f"{name}: not finite where the exact result is"
     if exact.numel() == 0:
         return 0.0
-    unit = torch.finfo(dtype).eps if unit is None else unit
-    floor = unit * (exact.abs().max().item() if magnitude is None else magnitude) + 1e-30
-    error = (got - exact).abs().max().item()
-    eager_error = (eager - exact).abs().max().item()
-    if rounded is not None and excess is None and error > factor * eager_error + floor:
-        bound = (rounded().double().masked_fill(unusual, 0.0) - exact).abs().max().item()
-        eager_error = max(eager_error, bound)
-    budget = factor * eager_error + floor if math.isfinite(eager_error) else math.inf  # then only the RMS limit applies
+    rounded = rounded if excess is None else None
+    error, budget, rms, limit, eager_error = measure(ours, exact, eager, factor, dtype, magnitude, unit, rounded)
     range_of_budgets = (0.0, 1.0) if excess is None else excess if isinstance(excess, tuple) else (1.0, excess)
     least, most = (share * budget if share else 0.0 for share in range_of_budgets)  # the budget may be infinite
     assert error <= most, f"{name}: largest error {error:.3e} exceeds its budget {most:.3e} (eager {eager_error:.3e})"
     assert error >= least, f"{name}: largest error {error:.3e} no longer exceeds its budget {least:.3e}"
-    rms, eager_rms = (_rms(result - exact) for result in (got, eager))
-    limit = max(RELATIVE_RMS[dtype] * _rms(exact), eager_rms if math.isfinite(eager_rms) else 0.0) + floor
     assert rms <= limit, f"{name}: RMS error {rms:.3e} exceeds {limit:.3e}"
     return max(error / budget, rms / limit)
 
@@ -212,10 +127,6 @@ def dropout_boundary(seed, device):
     zeros = (torch.zeros(1, dtype=torch.int64, device=device),) * 4
     bits = int(reference.philox4x32(reference.draw_seed(device), zeros)[0]) & 0xFFFF
     return bits / 2**16, (bits + 1) / 2**16
-
-
-def _rms(x):
-    return x.square().mean().sqrt().item()
 
 
 @torch.no_grad()

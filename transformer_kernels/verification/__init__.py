@@ -23,13 +23,12 @@ from torch import Tensor
 
 from transformer_kernels.backends import dispatch
 from transformer_kernels.backends.errors import BackendUnavailable, UnsupportedByBackend
+from transformer_kernels.verification.budget import RELATIVE_RMS, rms_of
 from transformer_kernels.verification.examples import EXAMPLES, Tensors, normal
 
 VARIABLE = "TRANSFORMER_KERNELS_VERIFY"
 """0: "auto" uses kernels without verifying them on a device first (verification/trust.py)."""
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-RELATIVE_RMS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
-"""The limit of the root mean square of an error over that of the exact result."""
 MIN_GRADIENT = 1e-3
 """A gradient far smaller than the largest of a call is the difference of larger terms: this share of it counts."""
 SIZES = {"rows": ((12, 64), (5, 1030), (3, 9000)), "attention": ((33, 64), (300, 64), (130, 128), (70, 40))}
@@ -187,16 +186,12 @@ def synchronize(device: torch.device) -> None:
 
 def _beyond(limit: float, pairs: Sequence[tuple[str, Tensor, Tensor]], share: float = 0.0) -> str:
     """The first result whose relative RMS error exceeds the limit, as a sentence; "" if there is none."""
-    largest = max((_rms(want) for _, _, want in pairs), default=0.0)
+    largest = max((rms_of(want) for _, _, want in pairs), default=0.0)
     for name, got, want in pairs:
-        error = _rms(got.detach().double() - want.detach()) / max(_rms(want), share * largest, 1e-30)
+        error = rms_of(got.detach().double() - want.detach()) / max(rms_of(want), share * largest, 1e-30)
         if not error <= limit:
             return f"{name}: relative RMS error {error:.2e} exceeds {limit:.1e}"
     return ""
-
-
-def _rms(x: Tensor) -> float:
-    return float(x.detach().double().square().mean().sqrt()) if x.numel() else 0.0
 
 
 # Processes

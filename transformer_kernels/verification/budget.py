@@ -1,0 +1,150 @@
+"""The error budget: a result against float64, next to PyTorch in the same dtype; the tests' and the certificate's.
+
+An output passes when its largest error is at most twice that of eager PyTorch (three times for gradients) plus the
+rounding of one element, and its relative RMS error is below the limit of its dtype.
+
+In float32 the error of eager PyTorch is the larger of its error on this host and the rounding bound of the operation:
+the summation order of its libraries depends on the host's instruction set, and an error that happens to be a tenth of
+the rounding would be too strict a budget. The bound depends on the operation and its arguments only. python_ref runs in
+float64, forward and backward, and the result of each step is perturbed by a random amount within the rounding error of
+that step and rounded to float32 (random rounding: D. S. Parker, "Monte Carlo arithmetic", 1997). With u = 2^-24, the
+error of
+
+- a sum, product, quotient or square root is half an ulp, and so is that of tanh and erf, which are exact at saturation;
+  a result that float32 represents exactly has none;
+- exp, log and 1 / sqrt is one ulp; that of the logistic function, and of derivatives from stored results, which are
+  three steps, is sqrt(3) / 2 ulp;
+- a sum of n terms is that of pairwise or blocked summation: each term passes through log2(n) additions with errors of
+  random sign, sqrt(1 + log2(n)) u sqrt(result^2 + sum of squared terms);
+- a dot product of length n is that of sequential summation in tiles of 64, and pairwise summation of tiles. After k of
+  n terms of random sign the partial sum is sqrt(k / n) times the root of the sum of squared terms, and the mean of its
+  square is one half: sqrt(min(n, 64) / 2 + log2(n / 64)) u times that root.
+
+Copies, selections and maxima are exact. The random numbers are the same each time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+RELATIVE_RMS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+"""The limit of the root mean square of an error over that of the exact result."""
+OUTPUT_FACTOR, GRADIENT_FACTOR = 2.0, 3.0
+"""The largest error over that of eager PyTorch."""
+
+ROUNDINGS = {  # of one element, in half ulp
+    **dict.fromkeys(("add", "sub", "rsub", "mul", "div", "sqrt", "pow", "erf", "tanh"), 1.0),
+    **dict.fromkeys(("exp", "log", "rsqrt"), 2.0),
+    **dict.fromkeys(("sigmoid", "sigmoid_backward", "tanh_backward"), math.sqrt(3.0)),
+}
+PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
+TILE = 64
+
+
+class RandomRounding(TorchDispatchMode):
+    """Adds float32 rounding errors of random sign to operations in float64; see the module.
+
+    Factors and results of matrix products are rounded to `dtype`, the dtype of a call.
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
+        super().__init__()
+        self.dtype, self.seed = dtype, seed
+        self.generators: dict[torch.device, torch.Generator] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not isinstance(result, Tensor) or result.dtype is not torch.float64:
+            return result
+        if (size := self._size(func.overloadpacket.__name__, result, args, kwargs or {})) is None:
+            return result
+        generator = self.generators.setdefault(result.device, torch.Generator(result.device).manual_seed(self.seed))
+        noise = torch.rand(result.shape, generator=generator, dtype=result.dtype, device=result.device) * 2.0 - 1.0
+        error = (noise * size).nan_to_num(0.0, 0.0, 0.0)
+        represented = result.float().double() == result
+        return result.copy_(torch.where(represented, result, (result + error).float().double()))
+
+    def _size(self, name: str, result: Tensor, args: Any, kwargs: Any) -> Tensor | None:
+        """The bound on the rounding error of each element of this step's result; None if exact."""
+        u = 2.0**-24
+        if (halves := ROUNDINGS.get(name.rstrip("_"))) is not None:
+            return torch.ldexp(torch.full_like(result, halves * u / 2.0), torch.frexp(result).exponent)
+        if name in PRODUCTS and (length := args[-1].shape[-2]) > 0:
+            squares = torch.matmul(args[-2].square(), args[-1].square())
+            added = squares.sqrt() * u * math.sqrt(min(length, TILE) / 2 + max(0.0, math.log2(length / TILE)))
+            if self.dtype is torch.float32:
+                return added
+            return added + torch.finfo(self.dtype).eps / 2.0 * (2.0 * squares.sqrt() + result.abs())
+        if name in ("sum", "mean") and args[0].numel() > result.numel() > 0:
+            squares = torch.ops.aten.sum(args[0].square(), *args[1:], **kwargs)
+            length = args[0].numel() / result.numel()
+            squares = squares / length**2 if name == "mean" else squares
+            return (squares + result.square()).sqrt() * u * math.sqrt(1.0 + math.log2(length))
+        return None
+
+
+class Errors(NamedTuple):
+    """The largest error, what it may be, the RMS error, what that may be, and the largest error of eager PyTorch."""
+
+    error: float
+    budget: float
+    rms: float
+    limit: float
+    eager: float
+
+    @property
+    def share(self) -> float:
+        """The share of the budget that is used; above 1.0 the result is wrong, and NaN where it is not finite."""
+        return max(self.error / self.budget, self.rms / self.limit)
+
+
+def measure(
+    got: Tensor,
+    exact: Tensor,
+    eager: Tensor,
+    factor: float,
+    dtype: torch.dtype,
+    magnitude: float | None = None,
+    unit: float | None = None,
+    rounded: Callable[[], Tensor] | None = None,
+) -> Errors:
+    """The errors of a result, and their budget from the errors of eager PyTorch.
+
+    The floor is one unit of rounding at `magnitude`, the largest element unless given: a gradient may be the difference
+    of far larger terms (that of q for a single key is 0), and then the limits are the rounding of its terms and the RMS
+    error of eager. Elements that are not finite in the exact result count as 0 in all.
+
+    Args:
+        got, exact, eager: of one shape, any dtype; `exact` in float64.
+        factor: OUTPUT_FACTOR or GRADIENT_FACTOR.
+        dtype: of the call.
+        magnitude: size of the terms.
+        unit: the unit of rounding; that of `dtype` unless given.
+        rounded: returns the result with random rounding, whose error is used where eager's is too small.
+    """
+    if exact.numel() == 0:
+        return Errors(0.0, 1.0, 0.0, 1.0, 0.0)
+    unusual = ~torch.isfinite(exact)
+    exact, got, eager = (tensor.double().masked_fill(unusual, 0.0) for tensor in (exact, got, eager))
+    unit = torch.finfo(dtype).eps if unit is None else unit
+    floor = unit * (exact.abs().max().item() if magnitude is None else magnitude) + 1e-30
+    error = (got - exact).abs().max().item()
+    eager_error = (eager - exact).abs().max().item()
+    if rounded is not None and not error <= factor * eager_error + floor:
+        bound = (rounded().double().masked_fill(unusual, 0.0) - exact).abs().max().item()
+        eager_error = max(eager_error, bound)
+    budget = factor * eager_error + floor if math.isfinite(eager_error) else math.inf  # then only the RMS limit applies
+    rms, eager_rms = (rms_of(result - exact) for result in (got, eager))
+    limit = max(RELATIVE_RMS[dtype] * rms_of(exact), eager_rms if math.isfinite(eager_rms) else 0.0) + floor
+    return Errors(error, budget, rms, limit, eager_error)
+
+
+def rms_of(x: Tensor) -> float:
+    """The root mean square of the elements."""
+    return float(x.detach().double().square().mean().sqrt()) if x.numel() else 0.0
