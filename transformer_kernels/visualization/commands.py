@@ -172,9 +172,9 @@ def _nearest(chosen: argparse.Namespace) -> None:
 
 
 def _tokenize(chosen: argparse.Namespace) -> None:
-    from transformer_kernels.pretrained import load_tokenizer
     from transformer_kernels.training import load_trained
     from transformer_kernels.training.data.corpus import read_corpus
+    from transformer_kernels.training.pretrained_commands import load_tokenizer
     from transformer_kernels.visualization.tokens import split_by, split_in_every_way
 
     source, tokenizer, corpus = chosen.model or chosen.checkpoint, None, ""
