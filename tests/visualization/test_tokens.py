@@ -5,8 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from python_ref import BERTClassifier, BERTConfig
+from python_ref import BERTClassifier, BERTConfig, build
 from transformer_kernels.training.data.tokenizers import ByteTokenizer, LearnedTokenizer
+from transformer_kernels.training.recipes.vit import read_image
+from transformer_kernels.visualization.attention import attention_maps
 from transformer_kernels.visualization.tokens import read, split_in_every_way
 from transformer_kernels.visualization.words import word_in_context
 
@@ -56,6 +58,21 @@ def test_a_word_outside_the_vocabulary_is_named():
     assert word_in_context(loaded, "film", "the zebra, a film").indices == [[5]]
     with pytest.raises(ValueError, match=r"the model does not know the word 'zebra': it reads \[UNK\] in 'the zebra'"):
         word_in_context(loaded, "zebra", "the zebra")
+
+
+def test_the_patches_of_an_image(tmp_path):
+    pillow = pytest.importorskip("PIL.Image", reason="pillow is not installed (extra `train`)")
+    path = tmp_path / "seven.png"
+    pillow.fromarray(torch.arange(64, dtype=torch.uint8).view(8, 8).numpy()).save(path)
+    model = build("vit_digits", width=16, layers=2, heads=2, patch=2).eval()
+    loaded = SimpleNamespace(model=model, tokenizer=None, device=torch.device("cpu"), recipe=None)
+    maps, names = attention_maps(loaded, str(path))
+    assert names[:6] == ["[CLS]", "0,0", "0,1", "0,2", "0,3", "1,0"] and len(names) == 17
+    expected = model(read_image(str(path))[None], return_attention=True)[1]
+    torch.testing.assert_close(maps, torch.cat(expected).detach())
+    del loaded.recipe  # a pretrained one has images of its own size
+    with pytest.raises(ValueError, match="a ViT does not take one input text"):
+        attention_maps(loaded, str(path))
 
 
 def test_a_text_in_every_way():

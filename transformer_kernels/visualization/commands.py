@@ -25,7 +25,7 @@ def add_commands(commands: Any, command: Add, model_options: Callable[..., None]
     """
     attend = command(commands, "attend", "plot the attention maps of a text, for every layer and head", _attend)
     model_options(attend, "runs/char-gpt", pretrained=True)
-    attend.add_argument("text", metavar="TEXT", help="input text, at most 256 tokens")
+    attend.add_argument("text", metavar="TEXT", help="input text, at most 256 tokens; of a trained ViT an image file")
     attend.add_argument("--out", default="attention.png", metavar="FILE", help="output figure (default: %(default)s)")
     attend.add_argument("--layer", type=int, metavar="N", help="draw this layer only, from 0 (default: all)")
     attend.add_argument("--head", metavar="N", help='draw this head only, from 0, or "mean" (default: all)')

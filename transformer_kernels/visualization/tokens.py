@@ -11,8 +11,10 @@ from torch import Tensor
 
 from python_ref import GPT, BERTClassifier
 from python_ref.encoder import Encoder
+from python_ref.vit import ViT
 from transformer_kernels.training._optional import require
 from transformer_kernels.training.data.tokenizers import CharacterTokenizer, LearnedTokenizer
+from transformer_kernels.training.recipes.vit import read_image
 
 MASKS = ("[MASK]", "<mask>")
 UNKNOWN = ("[UNK]", "<unk>")
@@ -28,7 +30,7 @@ class Reading(NamedTuple):
 
     Attributes:
         text: that was read; the mask is spelled as the tokenizer does.
-        tokens: (1, L) int64, on the model's device.
+        tokens: (1, L) int64, or an image (1, C, H, W), on the model's device.
         names: L words or subwords, spelled as in the text; words outside the vocabulary are [UNK].
         spans: (start, end) of each in the text; (0, 0) for special tokens such as [CLS].
     """
@@ -44,10 +46,16 @@ def read(loaded: Any, text: str) -> Reading:
 
     Args:
         loaded: a `Pretrained`, or a `Trained` model of a recipe with one input text: `model`, `tokenizer`, `device`.
-        text: encoded with the special tokens of an encoder.
+        text: encoded with the special tokens of an encoder. Of a trained ViT an image file; its tokens are the patches,
+            named "row,column".
     Raises:
         ValueError: the text has no tokens, or the model does not take one text.
     """
+    if isinstance(loaded.model, ViT) and hasattr(loaded, "recipe"):
+        side = loaded.model.config.image // loaded.model.config.patch
+        names = ["[CLS]", *(f"{row},{column}" for row in range(side) for column in range(side))]
+        spans = [(0, 0), *((index, index + 1) for index in range(side * side))]
+        return Reading(text, read_image(text)[None].to(loaded.device), names, spans)
     if not isinstance(loaded.model, GPT | BERTClassifier | Encoder):
         raise ValueError(f"a {type(loaded.model).__name__} does not take one input text, so it has no such plot")
     special = not isinstance(loaded.model, GPT)
