@@ -156,6 +156,7 @@ def small_world(tmp_path, monkeypatch):
     """A folder with inputs of the commands: a corpus, reviews, and random models of transformers with tokenizers."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     tokenizers = pytest.importorskip("tokenizers")
+    pytest.importorskip("PIL.Image", reason="pillow is not installed").new("L", (8, 8)).save(tmp_path / "seven.png")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRANSFORMER_KERNELS_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("TRANSFORMER_KERNELS_EMULATE", raising=False)  # `info` would compile it into this cache
