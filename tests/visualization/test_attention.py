@@ -288,6 +288,28 @@ def test_special_tokens_are_hidden_and_the_scale_follows(page, tmp_path):
         assert browser.value("element('map').width") == 5
 
 
+def test_one_sentence_reads_the_other(tmp_path):
+    """The button goes through the four pairs of sentences, together with the hidden special tokens."""
+    maps = torch.randn(1, 2, 5, 5, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    names, special = ["[CLS]", "a", "[SEP]", "b", "[SEP] "], [0, 2, 4]
+    write_page(maps, names, names, tmp_path / "maps.html", special=(special, special), sentences=[0, 0, 0, 1, 1])
+    with opened(tmp_path / "maps.html", tmp_path / "profile") as browser:
+        drawn = "[element('between').innerText, shown.queries, shown.keys]"
+        found = []
+        for _ in range(5):
+            found.append(browser.value(drawn))
+            browser.mouse("#between")
+        first, second = [0, 1, 2], [3, 4]
+        assert found == [
+            ["both sentences", first + second, first + second], ["1 → 1", first, first], ["1 → 2", first, second],
+            ["2 → 1", second, first], ["2 → 2", second, second],
+        ]  # fmt: skip
+        browser.value("location.hash = '#heads=0.1&between=2&special=hidden'; onhashchange()")
+        assert browser.value(drawn) == ["1 → 2", [1], [3]] and browser.value("element('map').width") == 1
+        assert abs(browser.value("limits(current())[1]") - maps[0, 1, 1, 3].item()) < 1e-4
+        assert browser.value("location.hash").endswith("&special=hidden&between=2")
+
+
 def test_predictions_are_shown_at_the_query(page, tmp_path):
     with opened(page[0], tmp_path / "profile") as browser:
         assert "Point at a query" in browser.value("element('prediction').innerText")

@@ -61,6 +61,25 @@ def test_attend_to_a_pretrained_model(encoder, tmp_path, capsys):
     assert is_picture(out) and '"queries": ["[CLS]", "a", "happy", "dog", "##s"' in (tmp_path / "maps.html").read_text()
 
 
+def test_attend_to_two_texts(encoder, sweep, tmp_path, capsys):
+    import transformers
+
+    from transformer_kernels.training.pretrained_commands import load
+    from transformer_kernels.visualization.attention import attention_maps
+
+    theirs = transformers.BertModel.from_pretrained(encoder, attn_implementation="eager").eval()
+    tokens, segments = torch.tensor([[2, 5, 7, 3, 5, 6, 3]]), torch.tensor([[0, 0, 0, 0, 1, 1, 1]])
+    with torch.no_grad():
+        expected = torch.cat(theirs(tokens, token_type_ids=segments, output_attentions=True).attentions)
+    maps, names = attention_maps(load(str(encoder), "auto", "cpu"), "a dog", "a happy")
+    assert names == ["[CLS]", "a", "dog", "[SEP]", "a", "happy", "[SEP]"]
+    torch.testing.assert_close(maps, expected, atol=1e-5, rtol=0)
+    run(capsys, "attend", "--model", encoder, "a dog", "a happy", "--out", tmp_path / "maps.png")
+    assert '"sentences": [0, 0, 0, 0, 1, 1, 1]' in (tmp_path / "maps.html").read_text()
+    refusal = refused(capsys, "attend", "--checkpoint", sweep / "16x1-64", "the", "fox")
+    assert "two texts are read together by a pretrained encoder such as BERT; pass one text" in refusal
+
+
 def test_attend_to_a_trained_model(sweep, tmp_path, capsys):
     page = tmp_path / "page.html"
     arguments = ["--checkpoint", sweep / "32x2-64", "the fox", "--out", tmp_path / "maps.svg", "--html", page]

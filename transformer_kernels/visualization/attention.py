@@ -22,22 +22,23 @@ LEGIBLE_POINTS = 6.0
 
 
 @torch.inference_mode()
-def attention_maps(loaded: Any, text: str) -> tuple[Tensor, list[str]]:
+def attention_maps(loaded: Any, text: str, pair: str = "") -> tuple[Tensor, list[str]]:
     """The attention weights of each layer and head for a text, and the names of its tokens.
 
     Args:
         loaded: a pretrained or trained model with its tokenizer, as for `tokens.read`.
-        text: at most 256 tokens.
+        text: at most 256 tokens, together with `pair`, a second text for a pretrained encoder.
     Returns:
         (layers, H, L, L) float32 on the CPU, whose rows sum to 1, and L names.
     Raises:
         ValueError: the text is empty or too long, or the model does not take text.
     """
-    reading = read(loaded, text)
+    reading = read(loaded, text, pair)
     if len(reading.names) > LONGEST:
         raise ValueError(f"attend: the text must have at most {LONGEST} tokens; got {len(reading.names)}; shorten it")
     maps: list[Tensor] = []
-    loaded.model.hidden_states(reading.tokens, maps=maps)
+    segments = reading.segments if getattr(loaded.model.config, "segments", 0) else None
+    loaded.model.hidden_states(reading.tokens, segments=segments, maps=maps)
     return torch.cat(maps).float().cpu(), reading.names
 
 
@@ -124,6 +125,7 @@ def write_page(
     causal: bool = False,
     special: tuple[Sequence[int], Sequence[int]] = ((), ()),
     predictions: Sequence[Sequence[tuple[str, float]]] = (),
+    sentences: Sequence[int] = (),
 ) -> None:
     """Write a self-contained HTML page: all maps as thumbnails, and the selected one as a matrix or as arcs.
 
@@ -135,11 +137,12 @@ def write_page(
         causal: keys after the query are shown as impossible rather than masked.
         special: the indices of queries and of keys that can be hidden, such as [CLS].
         predictions: for each query, likely next tokens and their probabilities; or none.
+        sentences: of a pair of texts, 0 or 1 for each token; a button then shows one sentence's weights on the other.
     """
     levels = torch.where((maps == 0).all(1, keepdim=True), 65535, (maps * 65534).round().int())
     data = {"title": title, "text": text, "causal": causal, "queries": queries, "keys": keys}
     data |= {"special": [list(row) for row in special], "predictions": [list(row) for row in predictions]}
-    data |= {"layers": maps.shape[0], "heads": maps.shape[1]}
+    data |= {"layers": maps.shape[0], "heads": maps.shape[1], "sentences": list(sentences)}
     data["weights"] = base64.b64encode(levels.numpy().astype("<u2").tobytes()).decode()
     written = json.dumps(data).replace("<", "\\u003c")  # token text must not end the script
     template = (Path(__file__).parent / "attention.html").read_text("utf-8")

@@ -26,6 +26,7 @@ def add_commands(commands: Any, command: Add, model_options: Callable[..., None]
     attend = command(commands, "attend", "plot the attention maps of a text, for every layer and head", _attend)
     model_options(attend, "runs/char-gpt", pretrained=True)
     attend.add_argument("text", metavar="TEXT", help="input text, at most 256 tokens; of a trained ViT an image file")
+    attend.add_argument("pair", nargs="?", default="", metavar="PAIR", help="second text, of a pretrained encoder")
     attend.add_argument("--out", default="attention.png", metavar="FILE", help="output figure (default: %(default)s)")
     attend.add_argument("--layer", type=int, metavar="N", help="draw this layer only, from 0 (default: all)")
     attend.add_argument("--head", metavar="N", help='draw this head only, from 0, or "mean" (default: all)')
@@ -128,7 +129,8 @@ def _attend(chosen: argparse.Namespace) -> None:
     from transformer_kernels.visualization.tokens import read
 
     loaded = _load(chosen)
-    maps, tokens = attention_maps(loaded, chosen.text)
+    maps, tokens = attention_maps(loaded, chosen.text, chosen.pair)
+    reading = read(loaded, chosen.text, chosen.pair)
     layers, heads = maps.shape[:2]
     rows, columns = _selected("layer", chosen.layer, layers), _selected("head", chosen.head, heads)
     drawn = maps[rows].mean(1, keepdim=True) if chosen.head == "mean" else maps[rows][:, columns]
@@ -137,13 +139,12 @@ def _attend(chosen: argparse.Namespace) -> None:
     source = Path(chosen.checkpoint if chosen.model is None else chosen.model)
     title = f"Attention of {source.absolute().name}"
     page = chosen.html or Path(chosen.out).with_suffix(".html")
-    text = chosen.text if len(chosen.text) <= 80 else chosen.text[:79] + "…"
+    text = reading.text if len(reading.text) <= 80 else reading.text[:79] + "…"
     draw_maps(drawn, tokens, tokens, chosen.out, title=f"{title}\n{text}", names=names)
-    spans = read(loaded, chosen.text).spans
-    special = [index for index, (start, end) in enumerate(spans) if start == end == 0]
+    special = [index for index, (start, end) in enumerate(reading.spans) if start == end == 0]
     extra: dict[str, Any] = {"causal": isinstance(loaded.model, GPT), "special": (special, special)}
-    extra["predictions"] = next_tokens(loaded, chosen.text)
-    write_page(maps, tokens, tokens, page, title=title, text=chosen.text, **extra)
+    extra |= {"predictions": next_tokens(loaded, chosen.text), "sentences": reading.sentences}
+    write_page(maps, tokens, tokens, page, title=title, text=reading.text, **extra)
     print(f"layers: {layers}, heads: {heads}, tokens: {len(tokens)}: {chosen.out}, {page}")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,24 +32,32 @@ class Reading(NamedTuple):
         text: that was read; the mask is spelled as the tokenizer does.
         tokens: (1, L) int64, or an image (1, C, H, W), on the model's device.
         names: L words or subwords, spelled as in the text; words outside the vocabulary are [UNK].
-        spans: (start, end) of each in the text; (0, 0) for special tokens such as [CLS].
+        spans: (start, end) of each in its text; (0, 0) for special tokens such as [CLS].
+        sentences: of a pair of texts, 0 or 1 for each token; else empty.
     """
 
     text: str
     tokens: Tensor
     names: list[str]
     spans: list[tuple[int, int]]
+    sentences: Sequence[int] = ()
+
+    @property
+    def segments(self) -> Tensor | None:
+        """(1, L) int64, what an encoder reads beside the tokens of a pair of texts."""
+        return torch.tensor([self.sentences], device=self.tokens.device) if self.sentences else None
 
 
-def read(loaded: Any, text: str) -> Reading:
+def read(loaded: Any, text: str, pair: str = "") -> Reading:
     """The tokens of a text and their names.
 
     Args:
         loaded: a `Pretrained`, or a `Trained` model of a recipe with one input text: `model`, `tokenizer`, `device`.
         text: encoded with the special tokens of an encoder. Of a trained ViT an image file; its tokens are the patches,
             named "row,column".
+        pair: a second text, for a pretrained encoder.
     Raises:
-        ValueError: the text has no tokens, or the model does not take one text.
+        ValueError: the text has no tokens, or the model does not take one text, or no pair.
     """
     if isinstance(loaded.model, ViT) and hasattr(loaded, "recipe"):
         side = loaded.model.config.image // loaded.model.config.patch
@@ -60,6 +68,8 @@ def read(loaded: Any, text: str) -> Reading:
         raise ValueError(f"a {type(loaded.model).__name__} does not take one input text, so it has no such plot")
     special = not isinstance(loaded.model, GPT)
     tokenizer = loaded.tokenizer
+    if pair:
+        return _read_pair(loaded, text, pair)
     if hasattr(tokenizer, "encode_batch"):
         if special and tokenizer.token_to_id(MASKS[0]) is None and tokenizer.token_to_id(MASKS[1]) is not None:
             text = text.replace(*MASKS)
@@ -70,6 +80,16 @@ def read(loaded: Any, text: str) -> Reading:
     if not any(end > start for start, end in spans):
         raise ValueError(f"the text must have at least one token; got {text!r}")
     return Reading(text, torch.tensor([ids], device=loaded.device), names, spans)
+
+
+def _read_pair(loaded: Any, text: str, pair: str) -> Reading:
+    if not (isinstance(loaded.model, Encoder) and hasattr(loaded.tokenizer, "encode_batch")):
+        raise ValueError("two texts are read together by a pretrained encoder such as BERT; pass one text")
+    encoding = loaded.tokenizer.encode(text, pair)
+    sentences = [index or 0 for index in encoding.sequence_ids]
+    sentences[-1] = 1  # the last separator
+    tokens = torch.tensor([encoding.ids], device=loaded.device)
+    return Reading(f"{text} | {pair}", tokens, _names(encoding, text, pair), encoding.offsets, sentences)
 
 
 class Split(NamedTuple):
@@ -132,18 +152,19 @@ def readable(piece: str) -> str:
     return piece.strip() or "".join(BLANKS.get(character, character) for character in piece) or BLANKS[""]
 
 
-def _names(encoding: Any, text: str) -> list[str]:
+def _names(encoding: Any, *texts: str) -> list[str]:
     """The names of tokens by the package `tokenizers`: by their offsets "fox" for "Ġfox", but "##s" for a WordPiece,
     and the bytes of tokens that share one character."""
-    count = Counter(encoding.offsets)
+    keys = list(zip(encoding.sequence_ids, encoding.offsets, strict=True))
+    count = Counter(keys)
     names = []
-    for token, (start, end) in zip(encoding.tokens, encoding.offsets, strict=True):
+    for token, (sequence, (start, end)) in zip(encoding.tokens, keys, strict=True):
         if end == start or token in UNKNOWN:
             names.append(token)
-        elif end - start == 1 and count[start, end] > 1:
+        elif end - start == 1 and count[sequence, (start, end)] > 1:
             names.append(hexadecimal(BYTES[character] for character in token) if set(token) <= BYTES.keys() else token)
         else:
-            names.append("##" * token.startswith("##") + readable(text[start:end]))
+            names.append("##" * token.startswith("##") + readable(texts[sequence or 0][start:end]))
     return names
 
 
