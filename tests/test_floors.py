@@ -15,11 +15,11 @@ FLOORS = (
     ("patching", "pretrained"),
     ("nn", "huggingface", "_bind"),
     ("ops", "graphs"),
-    ("backends", "_version"),
+    ("backends", "_version", "_interruption"),
 )
 """The modules of transformer_kernels, top floor first."""
 
-MAX_ARROWS = 43
+MAX_ARROWS = 45
 
 TRAINING_FLOORS = (
     ("__init__", "demo", "report", "speedrun"),

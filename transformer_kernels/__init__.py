@@ -20,6 +20,11 @@ modules     nn: the operations as modules with the state dicts of torch.nn
 help(tk.attention) documents one of them.
 """
 
+from transformer_kernels import _interruption
+
+if _interruption.is_training():
+    _interruption.end_on_signals()  # while the imports below load PyTorch, too
+
 from transformer_kernels._bind import bind, build
 from transformer_kernels._version import __version__
 from transformer_kernels.backends import dispatch as _dispatch

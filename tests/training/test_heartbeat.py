@@ -5,7 +5,8 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from transformer_kernels.training.heartbeat import LIMIT, Heartbeat, limit
+from transformer_kernels._interruption import LIMIT, limit
+from transformer_kernels.training.heartbeat import Heartbeat
 
 
 @pytest.fixture
@@ -15,7 +16,9 @@ def beating():
 
     def begin(store, rank, count, seconds):
         messages, ended = [], threading.Event()
-        heartbeat = Heartbeat(store, rank, count, seconds, lambda message: (messages.append(message), ended.set()))
+        heartbeat = Heartbeat(
+            store, rank, count, seconds, lambda message, lost: (messages.append(message), ended.set())
+        )
         started.append(heartbeat)
         heartbeat.start()
         return heartbeat, messages, ended

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -49,13 +50,14 @@ def launch(text_file, tmp_path):
     """Starts the program, in an empty folder; ends it with the test."""
     processes = []
 
-    def launch(*extra, launcher=()):
+    def launch(*extra, launcher=(), program=None):
         model = [part for pair in ("layers=1", "width=16", "heads=2") for part in ("--model", pair)]
         options = ["--corpus", text_file, "--context", "8", "--steps", "10000000"]
         rarely = ["--eval-every", "10000000", "--save-every", "10000000", "--log-every", "5", "--no-progress"]
-        program = tmp_path / "program.py"
-        program.write_text(PROGRAM)
-        command = [sys.executable, *launcher, program, "train", "char-gpt", *options, *rarely, *model, *extra]
+        if program is None:
+            program = (tmp_path / "program.py",)
+            program[0].write_text(PROGRAM)
+        command = [sys.executable, *launcher, *program, "train", "char-gpt", *options, *rarely, *model, *extra]
         process = subprocess.Popen(
             list(map(str, command)),
             cwd=tmp_path,
@@ -154,16 +156,118 @@ def test_a_stopped_process_ends_the_run_and_is_named(start, monkeypatch):
     monkeypatch.setenv("TRANSFORMER_KERNELS_PROCESS_TIMEOUT", "10")
     process = start("--processes", "2")
     os.kill(worker(process, 1), signal.SIGSTOP)
-    _, printed = process.communicate(timeout=90)  # the launcher kills it after 30 s
-    assert process.returncode == 1
+    begun = time.monotonic()
+    _, printed = process.communicate(timeout=90)
+    assert time.monotonic() - begun < 30  # the launcher would kill it after 30 s more
+    assert process.returncode in (1, 128 + signal.SIGKILL)  # of process 0, or of process 1, which it kills
     assert printed.count("error: process 1 has not responded for 10 s: it is stopped or cannot be reached") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recorded", [False, True])
+def test_processes_of_a_stopped_launcher_stop(start, tmp_path, monkeypatch, recorded):
+    """They save, unless they wait for the launcher's store, as in the step that is recorded."""
+    monkeypatch.setenv("TRANSFORMER_KERNELS_PROCESS_TIMEOUT", "10")
+    process = start("--processes", "2", "--save-every", "1", "--cuda-graph", "auto" if recorded else "off")
+    workers = [worker(process, rank) for rank in range(2)]
+    process.send_signal(signal.SIGSTOP)
+    deadline = time.monotonic() + 40
+    while not all(map(is_zombie, workers)):
+        assert time.monotonic() < deadline, "a process waits for the launcher"
+        time.sleep(0.1)
+    process.send_signal(signal.SIGCONT)
+    _, printed = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert printed.count("transformer-kernels: ") == 1
+    assert load_checkpoint(tmp_path / "run" / "last").trainer["step"] > 0
+    if not recorded:
+        assert "stopped by SIGTERM after step " in printed
+
+
+def is_zombie(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def imports_torch(pid):
+    """Whether a process has begun to load PyTorch."""
+    try:
+        return "libtorch_cpu" in Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return False
+
+
+OUTSIDE = "transformer-kernels: stopped by {} outside of the training loop; no checkpoint was written\n"
+PACKAGE = ("-m", "transformer_kernels")
+
+
+@pytest.mark.parametrize("signum, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_while_pytorch_is_imported_ends_the_process(launch, signum, status):
+    process = launch(program=PACKAGE)
+    wait_until(lambda: imports_torch(process.pid), process)
+    process.send_signal(signum)
+    _, printed = process.communicate(timeout=60)
+    assert (process.returncode, printed) == (status, OUTSIDE.format(signum.name))
+
+
+def test_a_signal_ends_a_process_that_waits_for_others(launch, monkeypatch):
+    """Its main thread is in PyTorch's store, where Python's handlers do not run."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    own = {"WORLD_SIZE": 2, "RANK": 0, "LOCAL_RANK": 0, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    for name, value in own.items():
+        monkeypatch.setenv(name, str(value))
+    process = launch(program=PACKAGE)
+
+    def waits():
+        with socket.socket() as store:
+            return store.connect_ex(("localhost", port)) == 0
+
+    wait_until(waits, process)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    _, printed = process.communicate(timeout=20)
+    assert (process.returncode, printed) == (143, OUTSIDE.format("SIGTERM"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("target", ["launcher", 0, 1])
+def test_a_signal_while_several_processes_start_ends_all_with_its_number(launch, target, signum, status):
+    process = launch("--processes", "2", program=PACKAGE)
+    wait_until(lambda: len(workers_of(process)) == 2, process)
+    workers = [worker(process, rank) for rank in range(2)]
+    wait_until(lambda: all(map(imports_torch, workers)), process)
+    os.kill(process.pid if target == "launcher" else workers[target], signum)
+    _, printed = process.communicate(timeout=20)
+    assert process.returncode == status
+    assert printed.count("transformer-kernels: ") == printed.count(OUTSIDE.format(signum.name)) == 1
+    assert "Traceback" not in printed
+    assert not any(Path(f"/proc/{each}").exists() for each in workers)
+
+
+@pytest.mark.slow
+def test_a_process_that_is_stopped_before_it_joins_is_named(launch, monkeypatch):
+    monkeypatch.setenv("TRANSFORMER_KERNELS_PROCESS_TIMEOUT", "8")
+    process = launch("--processes", "2", program=PACKAGE)
+    wait_until(lambda: len(workers_of(process)) == 2, process)
+    os.kill(worker(process, 1), signal.SIGSTOP)
+    begun = time.monotonic()
+    _, printed = process.communicate(timeout=90)
+    assert time.monotonic() - begun < 35  # five times as long if it were not stopped
+    assert process.returncode in (1, 128 + signal.SIGKILL)  # of process 0, or of process 1, which it kills
+    assert printed.count("error: process 1 has not responded for 8 s: it is stopped or cannot be reached") == 1
 
 
 def worker(process, rank):
     """The id of the process of this rank."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    (found,) = [int(child) for child in children if f"RANK={rank}" in environment_of(child)]
+    (found,) = [child for child in workers_of(process) if f"RANK={rank}" in environment_of(child)]
     return found
+
+
+def workers_of(process):
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(child) for child in children if any(each.startswith("RANK=") for each in environment_of(child))]
 
 
 @pytest.mark.slow

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from transformer_kernels.training.heartbeat import Heartbeat, limit
+from transformer_kernels._interruption import SIGNALS, launcher, limit
+from transformer_kernels.training.heartbeat import Heartbeat
 
 _agreements = itertools.count()
 
@@ -105,11 +106,13 @@ def joined_processes() -> Iterator[Processes]:
         yield Processes(rank, count, local_rank)
     except Exception as error:
         lost = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in _first_line(error))
-        if not lost:
-            _report_once(error)
+        shown = ProcessLost("another process ended or cannot be reached") if lost else error
+        if launcher.responds():
+            _report_once(shown)
+        else:
+            shown.reported = rank > 0  # type: ignore[attr-defined]
+        if shown is error:
             raise
-        shown = ProcessLost("another process ended or cannot be reached")
-        _report_once(shown)
         raise shown from error
     finally:
         heartbeat.leave()
@@ -166,7 +169,7 @@ def launch(count: int, arguments: Sequence[str]) -> int:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         ended = f"status {failure.exitcode}" if failure.exitcode > 0 else signal.Signals(-failure.exitcode).name
-        if failure.exitcode not in (1, *(128 + each for each in StopRequest.SIGNALS)):  # the process has said why
+        if failure.exitcode not in (1, *(128 + each for each in SIGNALS)):  # the process has said why
             print(f"transformer-kernels: error: process {rank} ended with {ended}", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     return 0
@@ -215,7 +218,7 @@ class Interrupted(Exception):
 class StopRequest:
     """A context in which the first SIGINT or SIGTERM is recorded; a second one ends the process immediately.
 
-    With several processes the death of their launcher counts as SIGTERM, and a second SIGTERM is ignored: the launcher
+    With several processes the loss of their launcher counts as SIGTERM, and a second SIGTERM is ignored: the launcher
     sends one when another process has ended.
 
     Attributes:
@@ -223,26 +226,23 @@ class StopRequest:
             has received meanwhile must not decide what it does next.
     """
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
     def __init__(self, processes: Processes | None = None) -> None:
         self._signum = self.agreed = 0
         self._processes = processes or Processes()
-        self._launcher = os.getppid()
         self._handlers: dict[int, Any] = {}
 
     @property
     def signum(self) -> int:
         """The signal that was received; 0 if none was."""
-        if self._processes.count > 1 and os.getppid() != self._launcher:
+        if self._processes.count > 1 and launcher.is_lost():
             self._signum = self._signum or signal.SIGTERM
         return self._signum
 
     def agree(self, seconds: float) -> float:
         """Set `agreed` to the signal that any process has received; returns the first process's seconds."""
-        received = [float(self.signum == each) for each in self.SIGNALS]
+        received = [float(self.signum == each) for each in SIGNALS]
         *received, seconds = self._processes.sum([*received, seconds if self._processes.first else 0.0])
-        for signum, count in zip(self.SIGNALS, received, strict=True):
+        for signum, count in zip(SIGNALS, received, strict=True):
             if count:
                 self._note(signum, None)
                 self.agreed = signum
@@ -250,7 +250,7 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            self._handlers = {signum: signal.signal(signum, self._note) for signum in self.SIGNALS}
+            self._handlers = {signum: signal.signal(signum, self._note) for signum in SIGNALS}
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
-LIMIT = 60.0
-"""Seconds without a sign of life after which a run ends; TRANSFORMER_KERNELS_PROCESS_TIMEOUT sets another value."""
+from transformer_kernels._interruption import is_stopped, process_of_rank
 
 JOINING = 5
-"""Multiple of the limit for a process that has not begun: it may still import its libraries."""
+"""Multiple of the limit for a process that has not begun, unless it is stopped: it may still import its libraries."""
 
 
 class Heartbeat(threading.Thread):
@@ -24,11 +25,16 @@ class Heartbeat(threading.Thread):
         store: with a connection of its own, whose calls wait for each other; each returns at once.
         rank, count: of this process, and of all.
         limit: in seconds.
-        end: called with the error message in one process, and with an empty one in the others.
+        end: called with the error message in one process and an empty one in the others, and with the lost ranks.
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, count: int, limit: float, end: Callable[[str], None] | None = None
+        self,
+        store: dist.Store,
+        rank: int,
+        count: int,
+        limit: float,
+        end: Callable[[str, Sequence[int]], None] | None = None,
     ) -> None:
         super().__init__(name="heartbeat", daemon=True)
         self._store, self._rank, self._count, self._limit = store, rank, count, limit
@@ -48,15 +54,16 @@ class Heartbeat(threading.Thread):
                 left = {rank for rank in seen if self._store.add(f"{rank} has left", 0)}
             except RuntimeError:  # the launcher, which has the store, has ended: the run saves and ends by itself
                 if not self._done.wait(self._limit):
-                    self._end(f"the launcher has ended, and this process has not for {self._limit:.0f} s")
+                    self._end(f"the launcher has ended, and this process has not for {self._limit:.0f} s", ())
                 return
             suspended = now - last > self._limit / 2  # this process was stopped, and perhaps all were
             last = now
             for rank, number in beats.items():
                 if suspended or number != seen[rank][0] or rank in left:
                     seen[rank] = number, now
-            limits = {rank: self._limit if number else JOINING * self._limit for rank, (number, _) in seen.items()}
-            lost = sorted(rank for rank, (_, when) in seen.items() if now - when > limits[rank])
+            late = [rank for rank, (_, when) in seen.items() if now - when > self._limit]
+            limits = {rank: self._limit_of(rank, seen[rank][0]) for rank in late}
+            lost = sorted(rank for rank in late if now - seen[rank][1] > limits[rank])
             if lost:
                 speaker = min(set(range(self._count)) - set(lost) - left)
                 names = ", ".join(map(str, lost))
@@ -64,34 +71,37 @@ class Heartbeat(threading.Thread):
                     f"process {names} has not responded for {limits[lost[0]]:.0f} s: it is stopped or cannot be"
                     " reached; continue the run with --resume"
                     if speaker == self._rank
-                    else ""
+                    else "",
+                    lost,
                 )
                 return
+
+    def _limit_of(self, rank: int, beats: int) -> float:
+        """The seconds after which another process is lost."""
+        pid = None if beats else process_of_rank(rank)
+        return self._limit if beats or (pid is not None and is_stopped(pid)) else JOINING * self._limit
 
     def leave(self) -> None:
         """Say that this process needs no longer be watched."""
         self._done.set()
-        self.join()
+        self.join(1)
+        if self.is_alive():  # the launcher, which has the store, does not respond
+            return
         try:
             self._store.add(f"{self._rank} has left", 1)
         except RuntimeError:  # the launcher has ended
             return
 
 
-def limit() -> float:
-    """The limit of this run in seconds."""
-    text = os.environ.get("TRANSFORMER_KERNELS_PROCESS_TIMEOUT", "")
-    try:
-        seconds = float(text or LIMIT)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise ValueError(f"TRANSFORMER_KERNELS_PROCESS_TIMEOUT must be a positive number of seconds; got {text!r}")
-    return seconds
+def _end(message: str, lost: Sequence[int]) -> None:
+    """End the process, whose main thread may wait for a lost one, and lost ones on this machine.
 
-
-def _end(message: str) -> None:
-    """End the process, whose main thread may wait for the lost one."""
+    A launcher would wait for half a minute before it kills a process that is stopped.
+    """
     if message:
         print(f"transformer-kernels: error: {message}", file=sys.stderr, flush=True)
+    for rank in lost:
+        if (pid := process_of_rank(rank)) is not None:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
     os._exit(1)

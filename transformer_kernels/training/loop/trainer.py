@@ -196,6 +196,19 @@ class Trainer:
             yield
 
     def _fit(self) -> Result:
+        try:
+            with StopRequest(self.processes) as stop:
+                self._begin()
+                with self._progress_bar() as bar, self._divergence_shared():
+                    ended_by = self._loop(stop, bar)
+            result = self._result(ended_by)
+            self._write_log("end", **{name: value for name, value in vars(result).items() if name != "step"})
+            return result
+        finally:
+            if self._log is not None:
+                self._log.close()
+
+    def _begin(self) -> None:
         self._log = RunLog(self.folder, self.config.tensorboard) if self.processes.first else None
         self._write_log(
             "start", device=str(self.device), backend=self.config.backend, torch=torch.__version__, launch=launch_name()
@@ -203,15 +216,6 @@ class Trainer:
         self._write_log("cuda_graph", state=self.graph_state)
         if self.step_number == 0:
             self.recipe.begin(self.model)
-        try:
-            with StopRequest(self.processes) as stop, self._progress_bar() as bar, self._divergence_shared():
-                ended_by = self._loop(stop, bar)
-            result = self._result(ended_by)
-            self._write_log("end", **{name: value for name, value in vars(result).items() if name != "step"})
-            return result
-        finally:
-            if self._log is not None:
-                self._log.close()
 
     def _loop(self, stop: StopRequest, bar: Any) -> str:
         config = self.config
