@@ -6,7 +6,7 @@ from pathlib import Path
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
-MODELS = "patch unpatch compile accelerate graphed compare build bind load_pretrained export_pretrained"
+MODELS = "patch unpatch compile accelerate graphed compare certify build bind load_pretrained export_pretrained"
 TRAINING = "training.Trainer training.Result training.CharGPT training.CharGPTConfig training.Imdb training.ImdbConfig"
 HUGGINGFACE = "huggingface.attention_forward huggingface.attention_mask"
 PAGES = {"transformer_kernels/training/README.md": "training.md", "benchmarks/README.md": "benchmarks.md"}

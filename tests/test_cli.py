@@ -650,3 +650,25 @@ def test_a_closed_pipe_is_no_error():
     process.stdout.close()
     errors = process.stderr.read()
     assert process.wait(120) == 1 and b"Traceback" not in errors and b"Exception ignored" not in errors, errors
+
+
+def test_a_certificate_of_a_run(folder, capsys, tmp_path):
+    """The loss of each step is that of a run without it; the certificate is in the run's folder."""
+    assert train(folder, tmp_path / "plain", "--steps", 6) == 0
+    assert train(folder, tmp_path / "run", "--steps", 6, "--certify") == 0
+    assert re.search(r"certificate: 0\.\d+ of the budget; 0 of \d+ samples beyond it; ", capsys.readouterr().err)
+    written = json.loads((tmp_path / "run" / "certificate.json").read_text())
+    assert (
+        written["samples"] > 0 and not written["unchecked"] and any("attention" in each for each in written["layers"])
+    )
+    weights = [(tmp_path / name / "last" / "model.safetensors").read_bytes() for name in ("plain", "run")]
+    assert weights[0] == weights[1]
+
+
+def test_a_certificate_names_what_made_a_run_diverge(folder, capsys, tmp_path):
+    """The step is run again on the weights that gave a loss that is not finite."""
+    assert train(folder, tmp_path / "run", "--steps", 40, "--lr", 1e30, "--clip", 0, "--certify") == 1
+    error = capsys.readouterr().err
+    assert re.search(r"not finite: \S+ in \S+, (forward|backward), row \(.*\); ", error), error
+    written = json.loads((tmp_path / "run" / "certificate.json").read_text())
+    assert written["non_finite"]["layer"] and written["non_finite"]["operator"]

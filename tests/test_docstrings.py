@@ -13,7 +13,7 @@ import torch
 import transformer_kernels as tk
 from transformer_kernels import ops
 
-MODELS = ("patch", "unpatch", "accelerate", "graphed", "build", "compare", "load_pretrained", "explain")
+MODELS = ("patch", "unpatch", "accelerate", "graphed", "build", "compare", "certify", "load_pretrained", "explain")
 FUNCTIONS = (*ops.__all__, *MODELS)
 PAPER = re.compile(r'".+", \d{4}')
 

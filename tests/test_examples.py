@@ -122,7 +122,7 @@ def test_outputs_of_docs(tmp_path, monkeypatch, capsys):
 
 
 def test_pages_have_commands():
-    assert len(WITH_COMMANDS) == 7
+    assert len(WITH_COMMANDS) == 8
 
 
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda path: path.stem)

@@ -34,6 +34,7 @@ def test_public_names():
         "accelerate",
         "bind",
         "build",
+        "certify",
         "compare",
         "compile",
         "explain",

@@ -1,5 +1,6 @@
 """`transformer-kernels run`: a program runs as under plain Python, and a closing line counts its calls."""
 
+import json
 import os
 import re
 import signal
@@ -166,3 +167,15 @@ def test_a_main_module_that_is_pickled(tmp_path):
     )
     plain, ours = python(tmp_path, "program.py"), run(tmp_path, "program.py")
     assert (ours.stdout, ours.returncode) == (plain.stdout, 0), ours.stderr
+
+
+def test_a_certificate(folder):
+    """One more line before the last, and a file in the working directory; the program prints the same."""
+    options = "--backend", BEST
+    plain, certified = run(folder, *options, "train.py", "1"), run(folder, *options, "--certify", "train.py", "1")
+    assert certified.stdout == plain.stdout
+    assert CLOSING.search(certified.stderr), certified.stderr
+    assert re.search(r"certificate: 0\.\d+ of the budget; 0 of \d+ samples beyond it", certified.stderr)
+    written = json.loads((folder / "certificate.json").read_text())
+    assert written["samples"] > 0 and written["beyond"] == 0 and not written["unchecked"]
+    assert "norm" in written["layers"]

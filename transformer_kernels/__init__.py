@@ -13,7 +13,7 @@ attention   attention, packed_attention, attention_weights, rotary
 norm        layer_norm, rms_norm, add_layer_norm, add_rms_norm
 activation  softmax, gelu, bias_gelu, bias_relu, swiglu, geglu
 products    linear, embedding, cross_entropy, linear_cross_entropy
-numbers     compare
+numbers     compare, certify
 backend     explain, use_backend, set_backend, get_backend, BACKENDS, BackendUnavailable, UnsupportedByBackend
 modules     nn: the operations as modules with the state dicts of torch.nn
 
@@ -36,6 +36,7 @@ from transformer_kernels.ops import __all__ as _operations
 from transformer_kernels.patching import accelerate, compile, patch, unpatch
 from transformer_kernels.pretrained import export_pretrained, load_pretrained
 from transformer_kernels.verification import trust as _trust
+from transformer_kernels.verification.certificate import certify
 from transformer_kernels.verification.compare import compare
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "accelerate",
     "bind",
     "build",
+    "certify",
     "compare",
     "compile",
     "explain",

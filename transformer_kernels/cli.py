@@ -66,16 +66,17 @@ GROUPS = {  # of the options of every recipe; the others belong to the recipe
 SAME = {"corpus": "--data", "text": "--data"}  # fields whose option has this name, too
 
 KERNEL_BACKENDS = ("cpu", "triton", "cuda")
-NOT_IN_CONFIG = ("run", "arguments", "recipe", "config", "resume", "overwrite", "processes")  # arguments of `train`
+NOT_IN_CONFIG = ("run", "arguments", "recipe", "config", "resume", "overwrite", "processes", "certify")  # of `train`
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] == ["run"]:  # someone else's program, whose errors are its own
+        from transformer_kernels import certify
         from transformer_kernels.patching._run import main as run
 
-        return run(arguments[1:])
+        return run(arguments[1:], certify)
     forwarded = arguments[:1] in (["bench"], ["kernels"])
     chosen = None if forwarded else _parser().parse_args(arguments, argparse.Namespace(arguments=arguments))
     try:
@@ -196,6 +197,8 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument(
         "--backend", action="append", choices=KERNEL_BACKENDS, help="only this one (repeatable; default: all available)"
     )
+    help_text = "check the saved sample of a certificate again, on the device that it is from"
+    verify.add_argument("--sample", metavar="FILE", help=help_text)
     verify.add_argument("--op", action="append", metavar="NAME", help="only this operation (repeatable)")
     info = _command(
         commands, "info", "print versions, devices, available backends and the verification state of the kernels", _info
@@ -239,6 +242,8 @@ def _add_train(commands: Any) -> None:
         parser.add_argument("--resume", metavar="FOLDER", help="resume training from this run or checkpoint")
         parser.add_argument("--overwrite", action="store_true", help="delete an existing run in --out")
         parser.add_argument("--processes", type=int, default=1, metavar="N", help="number of processes (default: 1)")
+        help_text = "check operations against float64 during the run, and write certificate.json into its folder"
+        parser.add_argument("--certify", action="store_true", help=help_text)
         groups = {title: parser.add_argument_group(title) for title in (name, *GROUPS)}
         for spec, kind in options.typed_fields(recipe.Config):
             title = next((title for title, names in GROUPS.items() if spec.name in names), name)
@@ -432,12 +437,33 @@ def _train(chosen: argparse.Namespace) -> int:
         trainer = Trainer(find_recipe(config.recipe)(config), processes)
         if start is not None:
             trainer.restore(start)
-        result = trainer.fit(overwrite=chosen.overwrite)
+        with _certified(trainer) if chosen.certify and processes.first else contextlib.nullcontext():
+            result = trainer.fit(overwrite=chosen.overwrite)
         if processes.first:
             print(describe_result(trainer, result))
             if report := trainer.recipe.report(trainer.model, trainer.device):
                 print(report)
     return 0
+
+
+@contextlib.contextmanager
+def _certified(trainer: Any) -> Iterator[None]:
+    """A certificate of the run in its folder; of a run that diverges, with what made the first non-finite value."""
+    from transformer_kernels import certify
+    from transformer_kernels.training import TrainingDiverged
+
+    certificate: Any = None
+    try:
+        with certify(trainer.folder / "certificate.json") as certificate:
+            certificate.name(trainer.model)
+            try:
+                yield
+            except TrainingDiverged:
+                certificate.find_non_finite(trainer.repeat)
+                raise
+    finally:
+        if certificate is not None:
+            print(f"certificate: {certificate}", file=sys.stderr)
 
 
 def _run_folder(chosen: argparse.Namespace) -> str:
@@ -672,6 +698,10 @@ def _verify_device(chosen: argparse.Namespace) -> int:
 
     from transformer_kernels.verification import trust
 
+    if chosen.sample:
+        from transformer_kernels.verification.certificate import replay
+
+        return 0 if replay(chosen.sample) else 1
     return trust.verify_device(torch.device(chosen.device), chosen.backend, chosen.op or None)
 
 

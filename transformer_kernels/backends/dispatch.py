@@ -58,6 +58,9 @@ OPERATIONS: dict[str, Operation] = {}
 
 distrusted: Callable[[str, str, Any], str | None] | None = None
 """Why "auto" does not use a backend's kernel of an operation for a call; set by transformer_kernels."""
+observer: Callable[[Operation, Any], Any] | None = None
+"""(operation, kernels) -> the kernels of a new plan, which see its calls; set by `observe`. Plans are made once per
+layout, so calls cost nothing while there is none."""
 
 _scoped: ContextVar[str | None] = ContextVar("transformer_kernels_backend", default=None)
 _default: str | None = None
@@ -121,6 +124,14 @@ def requested(backend: str | None) -> str:
     return get_backend() if backend is None else _checked(backend)
 
 
+def observe(by: Callable[[Operation, Any], Any] | None) -> None:
+    """Set the observer of the kernels of every plan; None: there is none."""
+    global observer
+    observer = by
+    for operation in OPERATIONS.values():
+        operation.forget_plans()
+
+
 def kernels_of(operation: Operation, backend: str) -> Any:
     """The backend's class of kernels of an operation (ops/_kernels.py), imported once; None where it has none."""
     try:
@@ -131,6 +142,17 @@ def kernels_of(operation: Operation, backend: str) -> Any:
     if kernels is not None and operation.adapter is not None:
         kernels = operation.adapter.on(kernels, backend)
     return _kernels.setdefault((operation.name, backend), kernels)
+
+
+def backend_of(operation: Operation, kernels: Any) -> str:
+    """The name of the backend that these kernels of an operation were selected from."""
+    if (name := getattr(kernels, "backend", None)) is not None:  # an `Adapter`
+        return str(name)
+    machine = getattr(kernels, "machine", None)
+    if machine is not None:
+        return next(name for name, backend in REGISTERED.items() if backend.machine is machine)
+    loaded = ((name, kind) for (op, name), kind in _kernels.items() if op == operation.name and kind is not None)
+    return next((name for name, kind in loaded if isinstance(kernels, kind)), "auto")
 
 
 def family(folder: str, backend: str) -> Any:

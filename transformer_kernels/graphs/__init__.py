@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from transformer_kernels.backends import cpu
+from transformer_kernels.backends import cpu, dispatch
 from transformer_kernels.backends.dispatch import get_backend
 from transformer_kernels.graphs._cuda import CudaGraphs
 from transformer_kernels.graphs._host import HostGraphs, Work, in_one_piece, tensors
@@ -339,7 +339,7 @@ def _surroundings() -> Hashable:
     except RuntimeError:  # torch.backends' fp32_precision was set instead
         precision = torch.backends.cuda.matmul.fp32_precision
     modes = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), precision
-    return autocast, get_backend(), modes
+    return autocast, get_backend(), dispatch.observer, modes
 
 
 def _fixed(leaf: Any) -> Hashable:

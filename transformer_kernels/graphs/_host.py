@@ -251,6 +251,7 @@ class Recording(TorchDispatchMode):
         self._random: dict[torch.Generator, Tensor] = {torch.default_generator: torch.default_generator.get_state()}
         self._memory = memory
         memory.recordings.add(self)
+        self._is_validated = False
         self._kept: list[Any] = []  # memory outside of the recording whose addresses kernels use
 
     def complete(self, result: Any) -> None:
@@ -304,10 +305,13 @@ class Recording(TorchDispatchMode):
         for each in results:
             if each in self._memory:
                 flat(each.untyped_storage(), torch.uint8).fill_(255)
+        self._is_validated = True
         try:
             self.repeat()
         except Exception as error:
             raise RuntimeError(f"its recording cannot be replayed: {error}") from error
+        finally:
+            self._is_validated = False
         if not all(map(torch.equal, expected.states, [each.get_state() for each in self._random])):
             raise RuntimeError(
                 "its replay draws other random numbers: during a capture that draws some, no other thread may draw from"
@@ -403,6 +407,15 @@ class Recording(TorchDispatchMode):
                 call.finish(waited=True)
                 self.calls.append((call.finish, ()))
                 del self._pending[call]
+
+    def observe(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Record a call, without running it now, of a function that reads its arguments and changes nothing."""
+
+        def observed(*arguments: Any) -> None:
+            if not self._is_validated:
+                function(*arguments)
+
+        self.calls.append((observed, self._aliases(arguments)))
 
     def _drawn(self, function: Callable[[], Any]) -> Any:
         """The function's result; notes whether it draws random numbers."""

@@ -205,8 +205,7 @@ class Operation:
 
     def planned(self, call: Any, backend: str | None, public: int) -> _plan.Plan:
         """What computes this call and those of its layout, of which `public` outputs are returned."""
-        kernels = dispatch.select(self, backend, call).of(call)
-        return _plan.Plan(self, call, kernels, needs_grad(*self.inputs(call)), public)
+        return _plan.Plan(self, call, self._made(call, backend), needs_grad(*self.inputs(call)), public)
 
     def computed(self, plan: _plan.Plan, call: Any, backend: str | None) -> Any:
         """The public outputs, by other operators, through autograd or from the backend."""
@@ -236,10 +235,15 @@ class Operation:
         layout = _plan.layout(backend, self.flat(call))
         kernels = self.plans.get((Kernels, layout))
         if kernels is None:
-            kernels = dispatch.select(self, backend, call).of(call)
+            kernels = self._made(call, backend)
             if layout is not None:
                 _plan.keep(self.plans, (Kernels, layout), kernels)
         return kernels  # type: ignore[no-any-return]
+
+    def _made(self, call: Any, backend: str | None) -> Kernels:
+        """The selected kernels for calls of this layout, within the observer's if there is one."""
+        kernels: Kernels = dispatch.select(self, backend, call).of(call)
+        return kernels if dispatch.observer is None else dispatch.observer(self, kernels)
 
     def crossover(self, call: Any) -> str | None:
         """Which calls `patch` and `accelerate` leave to PyTorch, or None."""

@@ -12,7 +12,8 @@ import runpy
 import sys
 import types
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +32,23 @@ under torchrun write: torchrun --no-python transformer-kernels run train.py ...
   transformer-kernels run --backend cpu -m package.train --steps 100
   transformer-kernels run --autocast bfloat16 train.py --steps 100
   transformer-kernels run --compile train.py --steps 100
+  transformer-kernels run --certify train.py --steps 100
 
 With --compile each module that the program calls is compiled by torch.compile with the backend "transformer_kernels" at
 its first call, and what it computes by hand is recognised too. What cannot be compiled runs as it is.
+
+With --certify a sample of the operations is checked against float64 meanwhile, by at most 3 % of the time; the result
+is one line, and certificate.json in the folder in which the program was started.
 
 The last line, on the standard error, counts the calls and names what was left to PyTorch.
 """
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run a program as Python does; its exceptions and exit status are those of this process."""
+def main(arguments: Sequence[str], certify: Callable[[Path], AbstractContextManager[Any]]) -> int:
+    """Run a program as Python does; its exceptions and exit status are those of this process.
+
+    `certify` is `transformer_kernels.certify`, of a higher floor.
+    """
     parser = _parser()
     chosen = parser.parse_args(arguments)
     program, is_module = list(chosen.program), chosen.module is not None
@@ -59,6 +67,9 @@ def main(arguments: Sequence[str]) -> int:
     if chosen.autocast is not None:
         _enter_autocast(getattr(torch, chosen.autocast))
     atexit.register(_close, block)
+    if chosen.certify:
+        certified = certify(Path("certificate.json").absolute())
+        atexit.register(_close_certificate, certified, certified.__enter__())
     sys.excepthook = functools.partial(_show_from_program, sys.excepthook)
     sys.argv[:] = [target, *program]
     sys.path[0] = os.getcwd() if is_module else str(Path(target).resolve().parent)
@@ -98,6 +109,11 @@ def _close(block: Acceleration | CompiledEverywhere) -> None:
     print(f"transformer-kernels: {line}", file=sys.stderr)
 
 
+def _close_certificate(certified: AbstractContextManager[Any], certificate: Any) -> None:
+    certified.__exit__(None, None, None)
+    print(f"transformer-kernels: certificate: {certificate}", file=sys.stderr)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "transformer-kernels run", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -108,6 +124,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--autocast", choices=("bfloat16",), help=automatic)
     recognised = "recognise what modules compute by hand too, in the graphs of torch.compile"
     parser.add_argument("--compile", action="store_true", help=recognised)
+    checked = "check a sample of the operations against float64, and write certificate.json"
+    parser.add_argument("--certify", action="store_true", help=checked)
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module as a script, as python -m does")
     parser.add_argument(
         "program", nargs=argparse.REMAINDER, metavar="script.py ...", help="the script and its arguments"

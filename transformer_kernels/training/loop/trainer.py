@@ -52,7 +52,14 @@ from transformer_kernels.training.loop.optimisation import (
     set_learning_rate,
 )
 from transformer_kernels.training.recipe import Recipe
-from transformer_kernels.training.step import Batch, TrainingLoss, choose_dtype, evaluation_totals, matrix_products
+from transformer_kernels.training.step import (
+    Batch,
+    TrainingLoss,
+    autocast,
+    choose_dtype,
+    evaluation_totals,
+    matrix_products,
+)
 
 
 class StepTaken(NamedTuple):
@@ -294,6 +301,14 @@ class Trainer:
         self._latest = StepTaken(*self._attempt, outcome)
         self._batches.prepare(self.sampler.peek())
         return outcome[0]
+
+    def repeat(self) -> None:
+        """Forward and backward of the step that was tried last, eagerly; weights are unchanged."""
+        for part in self._parts(self._attempt[2]):
+            with matrix_products(self.config.dtype), autocast(self.device.type, self.config.dtype):
+                loss = self.recipe.loss(self.model, part.inputs, part.targets)
+            loss.backward()
+        self.model.zero_grad()
 
     def _parts(self, indices: Tensor) -> list[Batch]:
         """The batch of these items in the parts whose gradients are accumulated."""

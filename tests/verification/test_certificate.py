@@ -1,0 +1,445 @@
+"""certify: samples of a run against float64, and 60 planted faults that it finds and locates."""
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+
+import transformer_kernels as tk
+from tests.support.parity import require
+from transformer_kernels.backends import dispatch
+from transformer_kernels.graphs import _host
+from transformer_kernels.ops._kernels import Kernels
+from transformer_kernels.verification import certificate as certificates
+from transformer_kernels.verification.examples import EXAMPLES
+from transformer_kernels.verification.nonfinite import first_non_finite
+
+FAST = ("torch", "cpu")
+
+
+class Call(torch.nn.Module):
+    """One operation with its example, as a layer."""
+
+    def __init__(self, op, backend):
+        super().__init__()
+        self.op, self.options = op, {**EXAMPLES[op].options, "backend": backend}
+
+    def forward(self, tensors):
+        return getattr(tk, self.op)(**tensors, **self.options)
+
+
+def passes(op, backend, dtype=torch.float32, rows=24, columns=64):
+    """A forward and a backward pass of the example within a model whose layer is called inner.1."""
+    model = torch.nn.ModuleDict({"inner": torch.nn.Sequential(torch.nn.Identity(), Call(op, backend))})
+    model.forward = lambda tensors: model["inner"](tensors)
+    tensors = EXAMPLES[op].make(rows, columns, dtype)
+    torch.manual_seed(0)
+    outputs = model(tensors)
+    outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
+    torch.autograd.backward(outputs, [torch.randn(output.shape).to(output.dtype) for output in outputs])
+    return {name: value.grad for name, value in tensors.items() if value.is_floating_point()}
+
+
+# No false alarm
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("op", sorted(EXAMPLES))
+def test_right_kernels_are_within_the_budget(op, dtype, backend, device):
+    require(op, backend, device, dtype)
+    with tk.certify(share=1.0) as certificate:
+        passes(op, backend, dtype)
+    assert certificate.beyond == 0 and certificate.non_finite is None, str(certificate)
+    assert not certificate.unchecked and 0.0 < certificate.largest_share < 1.0
+    seen = {name.partition(" ")[2] for name in certificate.operations}
+    assert seen == {"forward", "backward"}
+    assert set(certificate.layers) == {"inner.1"}
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("op", sorted(EXAMPLES))
+def test_parts_of_calls(op, backend, device, monkeypatch):
+    """Sampled: the first call is checked whole, later ones by their rows where they have some; nothing is beyond."""
+    require(op, backend, device, torch.float32)
+    monkeypatch.setattr(certificates, "WHOLE", 10**9)
+    monkeypatch.setattr(certificates.Certificate, "_is_due", lambda self, tally: True)
+    with tk.certify() as certificate:
+        for _ in range(3):
+            passes(op, backend)
+    assert certificate.beyond == 0 and not certificate.unchecked, str(certificate)
+
+
+def training(recorded, dtype=torch.float32):
+    torch.manual_seed(0)
+    model = tk.build("char_gpt", layers=2, width=32, heads=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+    def step(tokens, targets):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is torch.bfloat16):
+            loss = model.loss(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    tokens = torch.randint(65, (8, 33))
+    batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    return model, tk.graphed(step, optimizer) if recorded else step, batch
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_run_has_the_same_bits_and_a_certificate(recorded, dtype, device, tmp_path):
+    """Eager or recorded: every call of each step is seen, dropout's random numbers included."""
+    require("attention", "cpu", device, torch.float32)
+    with tk.use_backend("cpu"):
+        _, plain, batch = training(recorded, dtype)
+        expected = [plain(*batch) for _ in range(7)]
+        model, step, batch = training(recorded, dtype)
+        with tk.certify(tmp_path / "certificate.json", share=1.0) as certificate:
+            certificate.name(model)
+            losses = [step(*batch) for _ in range(7)]
+    assert torch.equal(torch.stack(losses), torch.stack(expected))
+    assert certificate.beyond == 0 and not certificate.unchecked, str(certificate)
+    assert certificate.operations["packed_attention forward"].calls == 2 * 7 - (2 if recorded else 0)  # the capture's
+    assert {"blocks.0.attention", "blocks.1.feed_forward"} <= set(certificate.layers)
+    written = json.loads((tmp_path / "certificate.json").read_text())
+    assert written["samples"] == certificate.samples and written["line"] == certificate.line()
+    assert written["processor"] and written["versions"]["torch"] == torch.__version__ and written["seconds"] > 0.0
+
+
+def test_outside_nothing_is_observed():
+    with tk.certify() as certificate:
+        passes("layer_norm", "torch")
+    before = certificate.samples
+    assert dispatch.observer is None and before > 0
+    passes("layer_norm", "torch")
+    assert certificate.samples == before
+    plans = dispatch.OPERATIONS["layer_norm"].plans.values()
+    assert not any(isinstance(getattr(plan, "kernels", None), certificates.Watched) for plan in plans)
+
+
+def test_checks_take_their_share_of_the_time(monkeypatch):
+    """With a clock on which a check takes 50 ms and a call 1 ms, checks are at most 3 % after the first ones."""
+    now = 0.0
+
+    def check(observed):
+        nonlocal now
+        now += 0.05
+        return []
+
+    monkeypatch.setattr(certificates, "check", check)
+    monkeypatch.setattr(certificates.time, "perf_counter", lambda: now)
+    x, weight = torch.randn(4, 8), torch.ones(8)
+    with tk.certify() as certificate:
+        certificate.operations["rms_norm forward"] = certificates.Tally(samples=1)
+        for _ in range(20_000):
+            tk.rms_norm(x, weight, backend="torch")
+            now += 0.001
+    assert 0.02 < certificate.checking / certificate.seconds < 0.032
+
+
+def test_invalid_use():
+    with pytest.raises(ValueError, match=r"certify: share must be in \(0, 1\]; got 0"), tk.certify(share=0):
+        pass
+    with tk.certify(), pytest.raises(RuntimeError, match="a certificate is being made already"), tk.certify():
+        pass
+
+
+def test_a_gradient_of_zero_is_rounding(device):
+    """That of softmax for equal incoming gradients is the difference of its terms."""
+    require("attention_weights", "cpu", device, torch.float32)
+    tensors = EXAMPLES["attention_weights"].make(24, 64)
+    with tk.certify(share=1.0) as certificate:
+        tk.attention_weights(**tensors, backend="cpu").sum().backward()
+    assert certificate.beyond == 0 and certificate.operations["attention_weights backward"].samples == 2
+
+
+# Planted faults
+
+
+class Faulty(Kernels):
+    """The kernels of a backend, of which the largest output or gradient is spoilt in place."""
+
+    backend = "cpu"
+
+    def __init__(self, kernels, direction, spoil):
+        self.inner, self.direction, self.spoil = kernels, direction, spoil
+        self.second_order, self.composed = kernels.second_order, kernels.composed
+        if kernels.forward_with_gradient is not None:
+            self.forward_with_gradient, self.scale_gradient = self._ahead, kernels.scale_gradient
+            self.below = None if kernels.below is None else self._below
+
+    def forward(self, call):
+        return self._spoilt("forward", self.inner.forward(call))
+
+    def forward_recorded(self, call):
+        return self._spoilt("forward", self.inner.forward_recorded(call))
+
+    def forward_alone(self, call):
+        return self._spoilt("forward", self.inner.forward_alone(call))
+
+    def backward(self, *arguments):
+        return self._spoilt("backward", self.inner.backward(*arguments))
+
+    def _ahead(self, call):
+        result, *gradient = self.inner.forward_with_gradient(call)
+        if self.inner.below is None:
+            gradient = self._spoilt("backward", gradient)
+        return self._spoilt("forward", result), *gradient
+
+    def _below(self, *arguments):
+        return self._spoilt("backward", self.inner.below(*arguments))
+
+    def _spoilt(self, direction, results):
+        if direction == self.direction:
+            tensors = [results] if isinstance(results, torch.Tensor) else list(results)
+            if direction == "forward":
+                self.spoil(tensors[0])
+            else:
+                self.spoil(max((x for x in tensors if x is not None), key=lambda x: float(x.abs().max())))
+        return results
+
+
+def scaled(x):
+    x.mul_(1.01)
+
+
+def zeroed_row(x):
+    x.view(-1)[: max(1, x.shape[-1] if x.dim() else 1)].zero_() if x.is_contiguous() else x[-1].zero_()
+
+
+def one_element(x):
+    index = int(x.abs().argmax())
+    x[tuple(int(i) for i in torch.unravel_index(torch.tensor(index), x.shape))].mul_(1.02)
+
+
+def flipped_bit(x):
+    """The highest bit of the mantissa of the last nonzero element of the largest row."""
+    flat = x.detach().view(torch.int32)
+    index = tuple(int(i) for i in torch.unravel_index(x.abs().argmax(), x.shape))
+    flat[index] ^= 1 << 22
+
+
+SPOILS = (scaled, zeroed_row, one_element, flipped_bit)
+WRONG_KERNELS = [
+    (op, direction, SPOILS[(i + 2 * j) % len(SPOILS)])
+    for i, op in enumerate(sorted(EXAMPLES))
+    for j, direction in enumerate(("forward", "backward"))
+]
+
+
+def plant(monkeypatch, op, direction, spoil):
+    select = dispatch.select
+
+    def selected(operation, backend, call):
+        kind = select(operation, backend, call)
+        if operation.name != op:
+            return kind
+        return type("Kind", (), {"of": staticmethod(lambda call: Faulty(kind.of(call), direction, spoil))})
+
+    monkeypatch.setattr(dispatch, "select", selected)
+
+
+@pytest.mark.parametrize(("op", "direction", "spoil"), WRONG_KERNELS, ids=lambda x: getattr(x, "__name__", x))
+def test_a_wrong_kernel_is_located(op, direction, spoil, device, monkeypatch, tmp_path):
+    """36 faults: every operation, forward and backward; with the default share, since first calls are checked."""
+    require(op, "cpu", device, torch.float32)
+    plant(monkeypatch, op, direction, spoil)
+    with tk.certify(tmp_path / "certificate.json") as certificate:
+        passes(op, "cpu")
+    assert certificate.beyond >= 1, str(certificate)
+    finding = certificate.findings[0]
+    assert (finding.operation, finding.direction, finding.layer) == (op, direction, "inner.1")
+    assert finding.share > 1.0 and f"--sample {finding.file}" in str(certificate)
+
+
+SCALED = [("cross_entropy", 1.0005), ("linear", 1.0005), ("layer_norm", 1.0005), ("attention", 1.0005)]
+
+
+@pytest.mark.parametrize(("op", "factor"), SCALED)
+def test_scaled_gradients_are_located(op, factor, device, monkeypatch):
+    """4 faults of half a thousandth."""
+    require(op, "cpu", device, torch.float32)
+    plant(monkeypatch, op, "backward", lambda x: x.mul_(factor))
+    with tk.certify() as certificate:
+        passes(op, "cpu")
+    assert certificate.findings[0].operation == op and certificate.findings[0].direction == "backward"
+
+
+@pytest.mark.parametrize("bit", [0, 12, 22, 30])
+def test_a_flipped_bit_in_a_weight_is_located(bit, device):
+    """4 faults: a bit of a weight changes between forward and backward without an operator."""
+    require("linear", "cpu", device, torch.float32)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(tk.nn.LayerNorm(64, backend="cpu"), tk.nn.LayerNorm(64, backend="cpu"))
+    with tk.certify(share=1.0) as certificate:
+        loss = model(torch.randn(8, 64)).sum()
+        model[1].weight.detach().numpy().view("int32")[5] ^= 1 << bit  # past PyTorch's count of writes
+        loss.backward()
+    changed = [finding for finding in certificate.findings if "changed in memory" in finding.what]
+    assert [(finding.operation, finding.layer) for finding in changed] == [("layer_norm", "1")]
+
+
+class Step(torch.nn.Module):
+    """A model with one function at its end."""
+
+    def __init__(self, function):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.end = torch.nn.LayerNorm(8), End(function)
+
+    def forward(self, x):
+        return self.end(self.norm(x))
+
+
+class End(torch.nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def nan_kernel(x):
+    y = tk.gelu(x, backend="torch")
+    return y / torch.where(torch.arange(4)[:, None] == 2, 0.0, 1.0)
+
+
+def all_masked(x):
+    return torch.softmax(x.masked_fill(torch.ones_like(x) > 0, -math.inf), -1)
+
+
+def infinities(x):
+    large = x.masked_fill(x > 0, math.inf)
+    return large - large
+
+
+SOURCES = {
+    "log": (lambda x: (x - x).log(), "aten::log", "forward", True, (0,)),
+    "overflow": (lambda x: (x * 200.0).exp(), "aten::exp", "forward", True, None),
+    "quotient": (nan_kernel, "aten::div", "forward", True, (2,)),
+    "masked": (all_masked, "softmax", "forward", False, (0,)),
+    "difference": (infinities, "aten::sub", "forward", False, None),
+    "half": (lambda x: (x.half() * 1e4 * 1e4).float(), "aten::mul", "forward", True, None),
+    "root": (lambda x: (x - x.detach()).abs().sqrt(), "aten::", "backward", True, (0,)),
+    "attention": (
+        lambda x: tk.attention(*[x[None, None] * 1e30] * 3, backend="torch"), "attention", "forward", True, None
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_the_first_non_finite_value_is_located(name):
+    """8 sources of NaN and of overflow, of PyTorch's operators and of ours; a mask's -inf is none."""
+    function, operator, direction, finite, row = SOURCES[name]
+    model, x = Step(function), torch.randn(4, 8)
+    found = first_non_finite(lambda: model(x).sum().backward())
+    assert operator in found.operator and found.direction == direction, found
+    assert found.layer == "end" and found.inputs_finite is finite and row in (None, found.row), found
+
+
+def test_finite_steps_have_none():
+    """A causal mask of -inf is not a source."""
+    mask = torch.full((8, 8), -math.inf).triu(1)
+    model = Step(lambda x: torch.softmax(x @ x.T + mask, -1))
+    assert first_non_finite(lambda: model(torch.randn(8, 8)).sum().backward()) is None
+
+
+def test_a_nan_that_was_given_is_named_as_such():
+    """2 faults: in the batch and in a weight."""
+    model, x = Step(lambda x: x * 2.0), torch.randn(4, 8)
+    x[3, 1] = math.nan
+    found = first_non_finite(lambda: model(x))
+    assert (found.layer, found.inputs_finite, found.row) == ("norm", False, (3,))
+    model.norm.weight.data[2] = math.nan
+    assert not first_non_finite(lambda: model(torch.randn(4, 8))).inputs_finite
+
+
+@pytest.mark.parametrize("fault", range(4))
+def test_a_stale_recording_is_located(fault, device, monkeypatch):
+    """4 faults: a replay that leaves out one kernel leaves old values, which are not those of its inputs."""
+    require("attention", "cpu", device, torch.float32)
+    with tk.use_backend("cpu"):
+        model, step, batch = training(recorded=True)
+        with tk.certify(share=1.0) as certificate:
+            certificate.name(model)
+            recordings = []
+            complete = _host.Recording.complete
+            monkeypatch.setattr(
+                _host.Recording, "complete", lambda self, result: (recordings.append(self), complete(self, result))[1]
+            )
+            for _ in range(4):
+                step(*batch)
+            assert certificate.beyond == 0 and recordings
+            calls = recordings[-1].calls
+            observations = [i for i, (function, _) in enumerate(calls) if "observed" in repr(function)]
+            left_out = observations[3 + 4 * fault] - 1
+            calls[left_out] = (lambda *_: None, ())
+            tokens = torch.randint(65, (8, 33))
+            step(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    assert certificate.beyond >= 1, str(certificate)
+
+
+# What is written and replayed
+
+
+def test_a_sample_is_replayed(device, monkeypatch, tmp_path, capsys):
+    """The stored gradient is wrong, computed again it is right: the fault was not the kernel's."""
+    from transformer_kernels import cli
+
+    require("layer_norm", "cpu", device, torch.float32)
+    with monkeypatch.context() as patched:
+        plant(patched, "layer_norm", "backward", scaled)
+        with tk.certify(tmp_path / "certificate.json") as certificate:
+            passes("layer_norm", "cpu")
+    file = certificate.findings[0].file
+    assert file == str(tmp_path / "certificate-0.pt")
+    assert cli.main(["verify-device", "--sample", file]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert any("gradient of x, as stored" in line for line in lines)
+    again = [float(line.partition(": ")[2].split()[0]) for line in lines if "computed again" in line]
+    assert len(again) == 3 and max(again) < 1.0
+
+
+@pytest.mark.parametrize("op", sorted(EXAMPLES))
+def test_samples_of_every_operation_are_replayed(op, device, monkeypatch, tmp_path, capsys):
+    """Forward and backward, with what backward keeps of the call."""
+    require(op, "cpu", device, torch.float32)
+    monkeypatch.setattr(certificates.Certificate, "_compare_weights", lambda self, observed: [
+        certificates.Checked("", certificates.NO_ERRORS, math.inf)
+    ])  # fmt: skip
+    with tk.certify(tmp_path / "certificate.json") as certificate:
+        passes(op, "cpu")
+    assert len(certificate.findings) >= 2
+    for finding in certificate.findings:
+        assert certificates.replay(finding.file), capsys.readouterr().out
+
+
+def test_a_loss_that_is_not_finite_is_seen_without_a_sample(device):
+    """Each loss is looked at, and the step that gave it can be run again."""
+    require("cross_entropy", "cpu", device, torch.float32)
+    model, x, targets = Step(lambda x: (x - x).log()), torch.randn(4, 8), torch.arange(4)
+
+    def step():
+        tk.cross_entropy(model(x), targets, backend="cpu")
+
+    with tk.certify() as certificate:
+        certificate.operations = {f"cross_entropy {each}": certificates.Tally(0, 1) for each in ("forward", "backward")}
+        step()
+        assert certificate.non_finite.operator == "transformer_kernels::cross_entropy"
+        assert not certificate.non_finite.inputs_finite
+        found = certificate.find_non_finite(step)
+    assert found.operator == "aten::log" and found.layer == "end" and found is certificate.non_finite
+    assert "not finite: aten::log in end, forward, row (0,); its inputs are finite" in str(certificate)
+
+
+def test_copies_of_a_model_do_not_hold_the_certificate():
+    model = torch.nn.Sequential(tk.nn.LayerNorm(8))
+    with tk.certify():
+        model(torch.randn(2, 8))
+        copy.deepcopy(model)

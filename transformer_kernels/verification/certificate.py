@@ -1,0 +1,449 @@
+"""A certificate of a run: rows of its operations' outputs and gradients, recomputed in float64 while it goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import random
+import subprocess
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
+
+from transformer_kernels._version import __version__
+from transformer_kernels.backends import dispatch
+from transformer_kernels.ops._kernels import Grads, Kernels, Wanted
+from transformer_kernels.verification.budget import Errors
+from transformer_kernels.verification.layers import Layers
+from transformer_kernels.verification.nonfinite import NonFinite, first_non_finite
+from transformer_kernels.verification.recompute import PARTS, Checked, Observed, check, non_finite_row
+
+SHARE = 0.03
+"""Of the time, for checks."""
+SKIPPED = 64
+"""At most so many calls pass before the next one that may be checked: its position in a step is random."""
+WHOLE = 4
+"""One in so many checks is of all rows, and of the gradients that sum over them."""
+MAX_FINDINGS = 20
+NO_ERRORS = Errors(0.0, 0.0, 0.0, 0.0, 0.0)
+LOSSES = ("cross_entropy", "linear_cross_entropy")
+
+
+@dataclass
+class Tally:
+    """What was checked of one operation in one direction."""
+
+    calls: int = 0
+    samples: int = 0
+    largest_share: float = 0.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A sample beyond its budget.
+
+    Attributes:
+        operation, backend, direction, layer: where.
+        what: the output or the gradient. shape: of it.
+        share: of the budget; infinite for a result that is not finite where PyTorch's is.
+        error, limit: the largest error, and the budget of it.
+        file: its inputs and outputs, for `transformer-kernels verify-device --sample FILE`.
+    """
+
+    operation: str
+    backend: str
+    direction: str
+    layer: str
+    what: str
+    shape: tuple[int, ...]
+    share: float
+    error: float
+    limit: float
+    file: str
+
+    def __str__(self) -> str:
+        where = f" in {self.layer}" if self.layer else ""
+        return (
+            f"{self.operation} ({self.backend}), {self.direction}{where}: {self.what} {self.shape}: {self.share:.3g} of"
+            f" the budget; replay: transformer-kernels verify-device --sample {self.file}"
+        )
+
+
+@dataclass(eq=False)
+class Certificate:
+    """The samples of a run. Its str is one line, with more for what is wrong; see `certify`.
+
+    Attributes:
+        operations: a `Tally` by operation and direction.
+        layers: modules with a sample.
+        findings: samples beyond the budget, the first 20.
+        beyond: their number.
+        unchecked: operations and directions whose recomputation failed, and why.
+        non_finite: the first value seen that is not finite.
+        seconds, checking: of the run, and of the checks in it.
+    """
+
+    file: Path | None
+    share: float
+    operations: dict[str, Tally] = field(default_factory=dict)
+    layers: Counter[str] = field(default_factory=Counter)
+    findings: list[Finding] = field(default_factory=list)
+    beyond: int = 0
+    unchecked: dict[str, str] = field(default_factory=dict)
+    non_finite: NonFinite | None = None
+    seconds: float = 0.0
+    checking: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._random, self._skip = random.Random(0), 0
+        self._layers, self._began = Layers(), 0.0
+        self._weights: dict[int, tuple[int, int]] = {}  # version and sum of bits by address, from forward to backward
+
+    @property
+    def samples(self) -> int:
+        """The number of checked outputs and gradients."""
+        return sum(tally.samples for tally in self.operations.values())
+
+    @property
+    def largest_share(self) -> float:
+        """The largest share of a budget."""
+        return max((tally.largest_share for tally in self.operations.values()), default=0.0)
+
+    def line(self) -> str:
+        """The certificate on one line."""
+        names = {name.partition(" ")[0] for name in self.operations}
+        took = self.checking / self.seconds if self.seconds else 0.0
+        return (
+            f"{self.largest_share:.2g} of the budget; {self.beyond} of {self.samples:,} samples beyond it; "
+            f"{len(names)} operations, {len(self.layers)} layers, {took:.1%} of {self.seconds:.0f} s"
+        )
+
+    def __str__(self) -> str:
+        lines = [self.line(), *map(str, self.findings)]
+        lines += [f"not checked: {name}: {reason}" for name, reason in self.unchecked.items()]
+        return "\n".join(lines if self.non_finite is None else [*lines, str(self.non_finite)])
+
+    def record(self) -> dict[str, Any]:
+        """The certificate as JSON has it."""
+        return {
+            "line": self.line(),
+            "largest_share": self.largest_share,
+            "samples": self.samples,
+            "beyond": self.beyond,
+            "operations": {name: asdict(tally) for name, tally in sorted(self.operations.items())},
+            "layers": dict(sorted(self.layers.items())),
+            "unchecked": self.unchecked,
+            "findings": [asdict(each) for each in self.findings],
+            "non_finite": None if self.non_finite is None else asdict(self.non_finite),
+            "seconds": self.seconds,
+            "checking": self.checking,
+            "processor": _processor(),
+            "versions": {
+                "transformer_kernels": __version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+            "commit": _commit(),
+        }
+
+    def find_non_finite(self, step: Callable[[], Any]) -> NonFinite | None:
+        """Run a step once more and name the operator, of PyTorch's too, that makes the first non-finite value.
+
+        Args:
+            step: forward and backward, on the values that gave it; what it writes is written.
+        """
+        before = dispatch.observer
+        dispatch.observe(None)
+        try:
+            found = first_non_finite(step, self._layers)
+        finally:
+            dispatch.observe(before)
+        self.non_finite = found or self.non_finite
+        return found
+
+    def name(self, model: nn.Module) -> None:
+        """Name layers by their paths in this model; else those in the outermost module that is called."""
+        self._layers.name(model)
+
+    # What `Watched` calls
+
+    def watched(self, operation: Any, kernels: Any) -> Watched:
+        """The kernels, observed."""
+        return Watched(self, operation, kernels)
+
+    def see(self, observed: Observed, backend: str) -> None:
+        """Observe a pass now, or, where a step is recorded, in each replay."""
+        layer, _ = self._layers.current()
+        mode: Any = _get_current_dispatch_mode()
+        if hasattr(mode, "observe"):  # a recording of `graphs`
+            tensors, layout = pytree.tree_flatten(tuple(observed)[1:])
+
+            def again(*values: Any) -> None:
+                again_observed = Observed(observed.operation, *pytree.tree_unflatten(list(values), layout))
+                self._weights.clear()  # a replay may write without a new version
+                self._observe(again_observed, backend, layer)
+
+            mode.observe(again, *tensors)
+            return
+        with _disable_current_modes():
+            self._observe(observed, backend, layer)
+
+    def _observe(self, observed: Observed, backend: str, layer: str) -> None:
+        name = f"{observed.operation.name} {observed.direction}"
+        tally = self.operations.setdefault(name, Tally())
+        tally.calls += 1
+        if observed.direction == "forward" and observed.operation.name in LOSSES and self.non_finite is None:
+            self._find_non_finite(observed, layer)
+        if not self._is_due(tally):
+            return
+        started = time.perf_counter()
+        try:
+            self._check(observed, backend, layer, tally)
+        except Exception as error:  # the run goes on
+            self.unchecked[name] = f"{type(error).__name__}: {error}"
+        finally:
+            self.checking += time.perf_counter() - started
+
+    def _is_due(self, tally: Tally) -> bool:
+        if tally.samples == 0 or self.share >= 1.0:
+            return True
+        self._skip -= 1
+        if self._skip > 0:
+            return False
+        self._skip = self._random.randrange(1, SKIPPED)
+        return self.checking <= self.share * (time.perf_counter() - self._began)
+
+    def _check(self, whole: Observed, backend: str, layer: str, tally: Tally) -> None:
+        if self.non_finite is None:
+            self._find_non_finite(whole, layer)
+        observed = whole
+        if tally.samples and self.share < 1.0 and self._random.randrange(WHOLE):
+            observed = self._part(whole) or whole
+        found = check(observed)
+        found += self._compare_weights(whole)
+        for name, errors, share in found:
+            tally.samples += 1
+            tally.largest_share = max(tally.largest_share, share)
+            self.layers[layer] += 1
+            if not share <= 1.0:
+                self.beyond += 1
+                if len(self.findings) < MAX_FINDINGS:
+                    shape = next((tuple(x.shape) for each, x, _ in whole.named() if each == name), ())
+                    file = self._saved(whole, backend)
+                    where = whole.operation.name, backend, whole.direction, layer
+                    finding = Finding(*where, name, shape, share, errors.error, errors.budget, file)
+                    self.findings.append(finding)
+
+    def _compare_weights(self, observed: Observed) -> list[Checked]:
+        """Whether weights of this backward pass have changed since forward although no operator has written to them."""
+        changed = []
+        for weight in observed.tensors():
+            if not (weight.is_leaf and weight.requires_grad):
+                continue
+            now = weight._version, _sum_of_bits(weight)
+            if observed.direction == "forward":
+                self._weights[weight.data_ptr()] = now
+                continue
+            before = self._weights.pop(weight.data_ptr(), now)
+            if before != now and before[0] == now[0]:
+                changed.append(Checked("a weight changed in memory after forward", NO_ERRORS, torch.inf))
+        return changed
+
+    def _part(self, observed: Observed) -> Observed | None:
+        """Some rows; the first ones where dropout counts them."""
+        named = list(observed.named())
+        length = max((x.shape[0] for _, x, _ in named if x.dim() > 1), default=0)
+        if length < 2:
+            return None
+        size = max(1, length // PARTS)
+        drops = getattr(observed.call, "seed", None) is not None
+        start = 0 if drops else self._random.randrange(length - size + 1)
+        part = observed.part(start, start + size)
+        return part if part is not None and any(True for _ in part.named()) else None
+
+    def _find_non_finite(self, observed: Observed, layer: str) -> None:
+        came_out = [x for _, x, _ in observed.named()]
+        if (row := non_finite_row(came_out)) is None:
+            return
+        finite = non_finite_row(observed.tensors()) is None
+        name, direction = observed.operation.name, observed.direction
+        self.non_finite = NonFinite(f"transformer_kernels::{name}", layer, direction, row, finite)
+
+    def _saved(self, observed: Observed, backend: str) -> str:
+        """The file with what went in and came out."""
+        folder = Path(tempfile.mkdtemp(prefix="certificate-")) if self.file is None else self.file.parent
+        stem = "sample" if self.file is None else self.file.stem
+        path = folder / f"{stem}-{len(self.findings)}.pt"
+        operation, result = observed.operation, observed.result
+        values = {
+            "operation": operation.name,
+            "backend": backend,
+            "call": list(operation.flat(observed.call)),
+            "result": [result] if operation.result is None else list(result),
+            "grads": None if observed.grads is None else list(observed.grads),
+            "wanted": None if observed.wanted is None else list(observed.wanted),
+            "gradients": None if observed.gradients is None else list(observed.gradients),
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save(pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, values), path)
+        return str(path)
+
+
+class Watched(Kernels):
+    """A backend's kernels, whose passes a certificate sees."""
+
+    def __init__(self, certificate: Certificate, operation: Any, kernels: Any) -> None:
+        self.certificate, self.operation, self.inner = certificate, operation, kernels
+        self.backend = dispatch.backend_of(operation, kernels)
+        self.below, self.composed, self.second_order = kernels.below, kernels.composed, kernels.second_order
+        if kernels.forward_with_gradient is not None:
+            self.forward_with_gradient, self.scale_gradient = self._ahead, self._scale
+            self.below = None if kernels.below is None else self._below
+
+    def forward(self, call: Any) -> Any:
+        return self._forward(call, self.inner.forward(call))
+
+    def forward_recorded(self, call: Any) -> Any:
+        return self._forward(call, self.inner.forward_recorded(call))
+
+    def forward_alone(self, call: Any) -> Any:
+        return self._forward(call, self.inner.forward_alone(call))
+
+    def backward(self, call: Any, result: Any, grads: Grads, wanted: Wanted) -> Any:
+        gradients = self.inner.backward(call, result, grads, wanted)
+        self._see(Observed(self.operation, call, result, grads, wanted, gradients))
+        return gradients
+
+    def _forward(self, call: Any, result: Any) -> Any:
+        self._see(Observed(self.operation, call, result))
+        return result
+
+    def _ahead(self, call: Any) -> Any:
+        made = self.inner.forward_with_gradient(call)
+        if made is not None:
+            self._see(Observed(self.operation, call, made[0]))
+            if self.inner.below is None:
+                one = torch.ones((), dtype=made[0][0].dtype, device=made[0][0].device)
+                self._see(Observed(self.operation, call, made[0], (one,), (True,), (made[1],)))
+        return made
+
+    def _scale(self, gradient: Tensor, dloss: Tensor) -> None:
+        self._dloss = dloss
+        self.inner.scale_gradient(gradient, dloss)
+
+    def _below(self, call: Any, gradient: Tensor, wanted: Wanted) -> Any:
+        gradients = self.inner.below(call, gradient, wanted)
+        absent = self.operation.result(*(None,) * self.operation.results)
+        self._see(Observed(self.operation, call, absent, (self._dloss,), wanted, gradients))
+        return gradients
+
+    def _see(self, observed: Observed) -> None:
+        self.certificate.see(observed, self.backend)
+
+
+@contextlib.contextmanager
+def certify(file: str | os.PathLike[str] | None = None, *, share: float = SHARE) -> Iterator[Certificate]:
+    """Check the operations of this package in a run while it goes on: `with tk.certify() as certificate:`.
+
+    The first call of each operation, forward and backward, and then others at random positions are recomputed in
+    float64 by the backend "torch" and held against the error budget of this package's tests (docs/numbers.md). One in
+    four checks is of all rows, the others are of a sixteenth. Calls that "auto" leaves to PyTorch's own function are
+    not checked. Within the block a recorded step (`graphed`) is captured anew; a replay is checked as an eager step is,
+    except on a GPU, where a graph runs no Python: there only the eager steps are.
+
+    One block at a time, in one process; results, seeds and random numbers are those of a run without it.
+
+    Args:
+        file: where the certificate is written at the end, as JSON, with the inputs of samples beyond the budget beside
+            it; None: it is not written, and those inputs are in a temporary folder.
+        share: of the time, for checks; 1.0 checks every call.
+
+    Returns:
+        a context manager that gives a `Certificate`; print it.
+
+    Raises:
+        ValueError: share is not in (0, 1].
+        RuntimeError: a certificate is being made already.
+
+    Examples:
+        >>> with certify() as certificate:
+        ...     y = tk.bias_gelu(torch.randn(64, 32), torch.zeros(32), backend="torch")
+        >>> certificate.samples, certificate.beyond
+        (1, 0)
+    """
+    if not 0.0 < share <= 1.0:
+        raise ValueError(f"certify: share must be in (0, 1]; got {share!r}")
+    if dispatch.observer is not None:
+        raise RuntimeError("certify: a certificate is being made already")
+    certificate = Certificate(None if file is None else Path(file), share)
+    certificate._began = time.perf_counter()
+    dispatch.observe(certificate.watched)
+    try:
+        with certificate._layers:
+            yield certificate
+    finally:
+        dispatch.observe(None)
+        certificate.seconds = time.perf_counter() - certificate._began
+        if certificate.file is not None:
+            certificate.file.parent.mkdir(parents=True, exist_ok=True)
+            certificate.file.write_text(json.dumps(certificate.record(), indent=1) + "\n", "utf-8")
+
+
+def replay(path: str) -> bool:
+    """Check a saved sample, as it was and computed again by the same backend; prints both, true if both are within."""
+    values = torch.load(path, weights_only=True)
+    operation: Any = dispatch.OPERATIONS[values["operation"]]
+    call, given = operation.nested(values["call"]), values["result"]
+    result = given[0] if operation.result is None else operation.result(*given)
+    if values["grads"] is None:
+        stored = Observed(operation, call, result)
+        kernels = dispatch.select(operation, values["backend"], call).of(call)
+        again = stored._replace(result=kernels.forward(call))
+    else:
+        grads, wanted = tuple(values["grads"]), tuple(values["wanted"])
+        stored = Observed(operation, call, result, grads, wanted, tuple(values["gradients"]))
+        shaped = operation._with_shapes(call, result)
+        kernels = dispatch.select(operation, values["backend"], shaped).of(shaped)
+        again = stored._replace(gradients=kernels.backward(call, result, grads, wanted))
+    within = True
+    for label, observed in (("as stored", stored), ("computed again", again)):
+        for name, errors, share in check(observed):
+            within &= share <= 1.0
+            print(f"{operation.name} {observed.direction}, {name}, {label}: {share:.3g} of the budget ({errors})")
+    return within
+
+
+def _sum_of_bits(x: Tensor) -> int:
+    words = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    return int(x.detach().view(words).sum(dtype=torch.int64))
+
+
+def _processor() -> str:
+    """The name of the processor, its instruction set, and that of the CPU kernels."""
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
+    return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that the package is imported from; None for an installed wheel."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        command = ["git", "-C", str(root), "rev-parse", "HEAD"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    return None

@@ -1,0 +1,198 @@
+"""One call of an operation, or a part of its rows, again: by the backend "torch" in float64, against the budget."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from transformer_kernels.backends import dispatch
+from transformer_kernels.verification.budget import (
+    GRADIENT_FACTOR,
+    OUTPUT_FACTOR,
+    Errors,
+    RandomRounding,
+    measure,
+    rms_of,
+)
+
+ROWS = frozenset({"x", "residual", "up", "q", "k", "v", "qkv", "tokens", "position_ids", "cos", "sin", "mask"})
+"""Fields of calls whose first axis is that of the first tensor, or 1."""
+RESULTS_OF_INPUTS = frozenset({"softmax", "rotary"})
+"""Operations whose backward has results or nothing in place of its inputs."""
+PARTS = 16
+"""A part of a call is this share of its first axis."""
+
+
+class Observed(NamedTuple):
+    """A forward or backward pass of an operation: what went in and what came out.
+
+    Attributes:
+        operation: an `ops._operation.Operation`.
+        call: the validated call, without what backward drops.
+        result: all results of forward; those that backward keeps.
+        grads, wanted, gradients: of backward, None for a forward pass.
+    """
+
+    operation: Any
+    call: Any
+    result: Any
+    grads: Any = None
+    wanted: Any = None
+    gradients: Any = None
+
+    @property
+    def direction(self) -> str:
+        return "forward" if self.grads is None else "backward"
+
+    def named(self) -> Iterator[tuple[str, Tensor, bool]]:
+        """What came out: name, tensor, and whether it is a gradient."""
+        operation = self.operation
+        if self.grads is not None:
+            for name, gradient, wanted in zip(operation.names, self.gradients, self.wanted, strict=False):
+                if wanted and gradient is not None and gradient.numel():
+                    yield f"gradient of {name.rpartition('.')[2]}", gradient, True
+            return
+        if operation.result is None:
+            yield "output", self.result, False
+            return
+        fields = operation.result._fields
+        for index, (field, tensor) in enumerate(zip(fields, self.result, strict=False)):
+            ahead = field in ("dx", "dweight", "dbias")
+            if (index < operation.public or ahead) and tensor is not None and tensor.numel():
+                yield f"sum of {field}" if ahead else field, tensor, ahead
+
+    def tensors(self) -> list[Tensor]:
+        """What went in, of floating point."""
+        return [each for each in pytree.tree_leaves((self.call, self.grads)) if _is_floating(each)]
+
+    def part(self, start: int, stop: int) -> Observed | None:
+        """The pass of these indices of the first axis; None if it cannot be divided."""
+        call, operation = self.call, self.operation
+        first = next((getattr(call, name) for name in call._fields if name in ROWS), None)
+        if first is None or first.dim() < 2 or operation.name.endswith("cross_entropy"):
+            return None
+        if getattr(call, "causal", False) and first.dim() < 3:  # rows of softmax
+            return None
+        length, rows = first.shape[0], slice(start, stop)
+
+        def cut(x: Any) -> Any:
+            return x[rows] if isinstance(x, Tensor) and x.dim() > 1 and x.shape[0] == length else x
+
+        fields = {name: cut(getattr(call, name)) for name in call._fields if name in ROWS}
+        scores = getattr(call, "scores", None)
+        if scores is not None:
+            given = {name: value for name, value in scores._asdict().items() if isinstance(value, Tensor)}
+            if any(value.dim() < 2 or value.shape[0] not in (1, length) for value in given.values()):
+                return None
+            fields["scores"] = scores._replace(**{name: cut(value) for name, value in given.items()})
+        result = self.result
+        if self.grads is None:
+            result = cut(result) if operation.result is None else type(result)(*map(cut, result))
+        elif operation.result is None:
+            result = cut(result)
+        elif getattr(result, "summed", None) is not None:
+            result = result._replace(summed=cut(result.summed))
+        placed = zip(operation.names, self.gradients or (), strict=False)
+        gradients = [cut(each) if name in ROWS else None for name, each in placed]
+        grads = None if self.grads is None else tuple(map(cut, self.grads))
+        return Observed(operation, call._replace(**fields), result, grads, self.wanted, gradients)
+
+    def recomputed(self, change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """What comes out of the backend "torch" with every tensor changed, by name."""
+
+        def changed(x: Any) -> Any:
+            if isinstance(x, torch.dtype):  # of the products of a loss
+                return change(torch.empty(0, dtype=x)).dtype
+            return change(x) if _is_floating(x) else x
+
+        call, result, grads = pytree.tree_map(changed, (self.call, self.result, self.grads))
+        if getattr(call, "seed", None) is not None:  # a replay writes to it, and masks are cached by the tensor
+            call = call._replace(seed=call.seed.clone())
+        operation = self.operation
+        found = dispatch.kernels_of(operation, "torch")
+        if grads is None:
+            computed = found.of(call).forward(call)
+            return {name: each for name, each, _ in self._replace(call=call, result=computed).named()}
+        if getattr(result, "summed", None) is not None:  # a norm after an addition
+            alone = call._replace(x=result.summed, residual=None, seed=None)
+            call = call._replace(x=result.summed)
+            result = found.of(alone).forward(alone)._replace(summed=result.summed)
+        elif not (
+            operation.name in RESULTS_OF_INPUTS
+            or getattr(call, "kind", "") == "relu"
+            or getattr(result, "dx", None) is not None
+        ):
+            result = found.of(call).forward(call) if operation.kept_results else None
+        gradients = found.of(call).backward(call, result, grads, self.wanted)
+        return {name: each for name, each, _ in self._replace(gradients=gradients).named()}
+
+
+class Checked(NamedTuple):
+    """One tensor of a checked pass: its name, its errors and the share of its budget; infinite if it is not finite
+    where PyTorch's result is."""
+
+    name: str
+    errors: Errors
+    share: float
+
+
+def check(observed: Observed) -> list[Checked]:
+    """Recompute a pass in float64 and measure each tensor that came out."""
+    named = list(observed.named())
+    if not named:
+        return []
+    device = named[0][1].device.type
+    first = observed.call[0] if _is_floating(observed.call[0]) else (observed.grads or observed.tensors())[0]
+    dtype = first.dtype
+    with torch.no_grad(), torch.autocast(device, enabled=False):
+        exact = observed.recomputed(Tensor.double)
+        eager = observed.recomputed(lambda x: x)
+
+        @functools.cache
+        def rounded() -> dict[str, Tensor]:
+            generator = torch.Generator().manual_seed(0)
+            unit = torch.finfo(dtype).eps
+
+            def shaken(x: Tensor) -> Tensor:
+                noise = torch.rand(x.shape, generator=generator, dtype=torch.float64).to(x.device)
+                return x.double() * (1.0 + unit * (2.0 * noise - 1.0))
+
+            with RandomRounding(dtype):
+                return observed.recomputed(shaken)
+
+        sizes = [float(_finite(exact[name]).abs().max()) for name, _, gradient in named if gradient and name in exact]
+        found = []
+        for name, got, gradient in named:
+            if name not in exact:  # a gradient that one backend computes ahead
+                continue
+            want, plain = exact[name], eager[name]
+            size = max(sizes) if gradient else None
+            factor = GRADIENT_FACTOR if gradient else OUTPUT_FACTOR
+            errors = measure(got, want, plain, factor, dtype, size, None, lambda name=name: rounded()[name])  # type: ignore[misc]
+            if errors.rms > errors.limit:  # a gradient that is the difference of its terms, such as 0
+                bound = factor * rms_of(rounded()[name] - want)
+                errors = errors._replace(limit=max(errors.limit, bound))
+            wrong = (torch.isfinite(got) != torch.isfinite(want)) & torch.isfinite(plain)
+            found.append(Checked(name, errors, torch.inf if bool(wrong.any()) else errors.share))
+    return found
+
+
+def non_finite_row(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
+    """The index, in all axes but the last, of the first non-finite element; None if there is none."""
+    for x in tensors:
+        if _is_floating(x) and x.numel() and not bool(torch.isfinite(x).all()):
+            return tuple(torch.nonzero(~torch.isfinite(x))[0].tolist()[: max(x.dim() - 1, 0)])
+    return None
+
+
+def _finite(x: Tensor) -> Tensor:
+    return x.masked_fill(~torch.isfinite(x), 0.0)
+
+
+def _is_floating(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
