@@ -38,6 +38,7 @@ def test_public_names():
         "compile",
         "explain",
         "export_pretrained",
+        "flex_attention",
         "get_backend",
         "graphed",
         "load_pretrained",
