@@ -157,7 +157,7 @@ def _key(value: Any, references: list[StorageWeakRef], callers: list[Any]) -> An
             return callers.index(value)
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
         names = sorted(_names(value.__code__) & value.__globals__.keys())
-        read = [value.__globals__[name] for name in names] if not value.__module__.startswith("torch.") else []
+        read = [value.__globals__[name] for name in names] if not (value.__module__ or "").startswith("torch.") else []
         parts = value.__defaults__, value.__kwdefaults__, cells, names, read
         return value.__code__, _key(parts, references, [*callers, value])
     name = value.__name__ if kind is types.ModuleType else getattr(value, "__module__", None) or "builtins"
