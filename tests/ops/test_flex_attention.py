@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import gc
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import transformer_kernels as tk
 from tests.support.parity import GRADIENT_FACTOR, OUTPUT_FACTOR, RandomRounding, assert_within_budget, run
@@ -161,6 +163,8 @@ MODS = {
     "of batches and heads": Mod({"bias": (B, H, L, L)}, lambda bias: lambda s, b, h, i, j: s + bias[b, h, i, j],
                                 lambda s, bias: s + bias),
     "transposed": Mod({"bias": (L, L)}, lambda bias: lambda s, b, h, i, j: s + bias[j, i], lambda s, bias: s + bias.T),
+    "of heads, chained": Mod({"bias": (L, H)}, lambda bias: lambda s, b, h, i, j: s + bias[i][h] * bias[j][0],
+                             lambda s, bias: s + bias.T[..., None] * bias[:, 0]),
     "temperatures": Mod({"factor": (H,)}, lambda factor: lambda s, b, h, i, j: s * factor[h],
                         lambda s, factor: s * factor[:, None, None]),
     "of queries": Mod({"factor": (L,)}, lambda factor: lambda s, b, h, i, j: s / factor[i].exp(),
@@ -410,6 +414,19 @@ def test_remembered_values_do_not_outlive_their_tensors_or_the_limit(monkeypatch
     assert not _mods._remembered
 
 
+def test_what_is_remembered_keeps_no_argument_alive():
+    tensors = {k: x.detach() for k, x in operands().items()}
+    references = []
+    for _ in range(3):
+        table, shown = torch.rand(L, L), torch.rand(L, L) < 0.5
+        made = block_mask(lambda b, h, i, j, shown=shown: shown[i, j])
+        tk.flex_attention(**tensors, score_mod=lambda s, b, h, i, j, table=table: s + table[i, j], block_mask=made)
+        references += [StorageWeakRef(x.untyped_storage()) for x in (table, shown)]
+    del table, shown, made
+    gc.collect()
+    assert all(reference.expired() for reference in references)
+
+
 def test_a_mask_made_in_inference_mode_serves_training():
     made = block_mask(MASKS["dilated window"][0])
     with torch.inference_mode():
@@ -532,3 +549,27 @@ def test_empty_meta_and_autocast():
     assert torch.equal(
         tk.flex_attention(q, k[:1], v[:1]), tk.flex_attention(q, *(x[:1].expand(2, -1, -1, -1) for x in (k, v)))
     )
+
+
+def test_a_replayed_step_evaluates_its_functions_again():
+    """What they read has changed between the calls, in memory; values that were remembered before are not used."""
+    limits, slopes, weight = torch.tensor([81, 50]), torch.rand(H), torch.nn.Parameter(torch.rand(D))
+    made = block_mask(lambda b, h, i, j: i >= 0, separate_full_blocks=False)
+    made.mask_mod = lambda b, h, i, j: (i >= j) & (j < limits[b])
+    optimizer = torch.optim.SGD([weight], lr=0.1, fused=True)
+
+    def loss(x):
+        return tk.flex_attention(x * weight, x, x, lambda s, b, h, i, j: s - slopes[h] * (i - j), made).square().mean()
+
+    def step(x):
+        found = loss(x)
+        found.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return found.detach()
+
+    graphed = tk.graphed(step, optimizer)
+    for i in range(6):
+        x = seeded(B, H, L, D, seed=i)
+        limits[1], slopes[0] = 60 - 9 * i, i
+        torch.testing.assert_close(loss(x).detach(), graphed(x))

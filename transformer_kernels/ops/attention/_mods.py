@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from transformer_kernels.ops._checks import PLAIN
+from transformer_kernels.ops._plan import dispatch_modes, is_jit_tracing
 
 MAX_BYTES = 1 << 29
 """Of masks and biases that are remembered; above this all are dropped, and one that is larger is not kept."""
@@ -29,7 +30,7 @@ AXES = 4
 
 
 class Unknown(Exception):
-    """A score_mod does to the score what no kernel does, or a function reads what has no version."""
+    """A score_mod does to the score what no kernel does, or a function reads an object whose state is not seen."""
 
 
 class _Indexing(TorchFunctionMode):
@@ -46,15 +47,16 @@ class _Indexing(TorchFunctionMode):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             if any(isinstance(x, Tensor) for x in index) and all(isinstance(x, (Tensor, int)) for x in index):
                 axes = [next((axis for axis, at in enumerate(self.positions) if x is at), AXES) for x in index]
-                if max(axes) < AXES and len(set(axes)) == len(axes) <= args[0].dim():
+                if max(axes) < AXES and len(set(axes)) == len(axes) and not functorch.is_batchedtensor(args[0]):
                     return self._view(args[0], axes)
                 found = [x if isinstance(x, Tensor) else torch.tensor(x, device=args[0].device) for x in index]
                 return torch.ops.aten.index(args[0], found)
         return func(*args, **(kwargs or {}))
 
     def _view(self, table: Tensor, axes: list[int]) -> Tensor:
-        if any(size < self.sizes[axis] for size, axis in zip(table.shape, axes, strict=False)):
-            raise IndexError(f"a table of shape {tuple(table.shape)} is indexed by positions up to {self.sizes}")
+        wanted = [self.sizes[axis] for axis in axes]
+        if len(wanted) > table.dim() or any(size < end for size, end in zip(table.shape, wanted, strict=False)):
+            raise IndexError(f"a tensor of shape {tuple(table.shape)} is indexed by {wanted} positions")
         left = list(axes)
         for axis in sorted(axes):  # from the outermost vmap to the innermost
             at = left.index(axis)
@@ -90,19 +92,26 @@ def narrowed(x: Tensor) -> Tensor:
     return x.contiguous()
 
 
+def reads_values() -> bool:
+    """Whether values may decide what is computed: not in a call that is recorded and replayed with other ones."""
+    return not (dispatch_modes() or is_jit_tracing())
+
+
 # What is remembered of a function
 
-_remembered: dict[Any, tuple[list[StorageWeakRef], Any]] = {}
+References = dict[int, StorageWeakRef]
+
+_remembered: dict[Any, tuple[References, Any]] = {}
 
 
 def remembered(given: Any, compute: Callable[[], Any]) -> Any:
     """compute(), or its value for the same functions, numbers and tensors; `given` is a tuple of these.
 
     A function is the same if its code is, and all that it captures or finds under a global name; a tensor if its
-    memory, layout and version are. Nothing is kept where one of them has a gradient or memory shared with numpy, or is
-    an object whose state is not seen.
+    memory, layout and version are. Nothing is kept where one of them has a gradient or memory shared with numpy or with
+    the value, or is an object whose state is not seen.
     """
-    references: list[StorageWeakRef] = []
+    references: References = {}
     try:
         key = _key(given, references, [])
     except Unknown:
@@ -112,29 +121,32 @@ def remembered(given: Any, compute: Callable[[], Any]) -> Any:
     with torch.inference_mode(False), torch.no_grad():
         value = compute()
     for other, (storages, _) in list(_remembered.items()):
-        if any(storage.expired() for storage in storages):
+        if any(storage.expired() for storage in storages.values()):
             _remembered.pop(other, None)
     size = _bytes(value)
     if size + sum(_bytes(kept) for _, kept in list(_remembered.values())) > MAX_BYTES:
         _remembered.clear()
-    if size <= MAX_BYTES:
+    if size <= MAX_BYTES and all(x.untyped_storage()._cdata not in references for x in _tensors(value)):
         _remembered[key] = references, value
     return value
 
 
+def _tensors(value: Any) -> list[Tensor]:
+    return [x for x in (value if isinstance(value, tuple) else (value,)) if isinstance(x, Tensor)]
+
+
 def _bytes(value: Any) -> int:
-    if isinstance(value, Tensor):
-        return value.nbytes
-    return sum(map(_bytes, value)) if isinstance(value, tuple) else 0
+    return sum(x.nbytes for x in _tensors(value))
 
 
 VALUES = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
 BUILTINS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.ModuleType, type)
+FREE = (type(None), types.ModuleType, type)
 FIXED = ("torch", "math", "operator", "builtins", "functools", "_operator")
 """Modules whose functions and attributes do not change."""
 
 
-def _key(value: Any, references: list[StorageWeakRef], callers: list[Any]) -> Any:
+def _key(value: Any, references: References, callers: list[Any]) -> Any:
     """Equal for equal values; the storages of its tensors are added to `references`, which keep their addresses."""
     kind = type(value)
     if kind in VALUES:
@@ -143,7 +155,9 @@ def _key(value: Any, references: list[StorageWeakRef], callers: list[Any]) -> An
         storage = value.untyped_storage()
         if value.requires_grad or value.is_inference() or not storage.resizable() or storage.is_shared():
             raise Unknown
-        references.append(StorageWeakRef(storage))
+        if not reads_values():
+            raise Unknown
+        references[storage._cdata] = StorageWeakRef(storage)
         layout = value.data_ptr(), value.shape, value.stride(), value.dtype, value._version
         return storage._cdata, *layout
     if kind in (tuple, list, torch.Size):
@@ -161,7 +175,8 @@ def _key(value: Any, references: list[StorageWeakRef], callers: list[Any]) -> An
         parts = value.__defaults__, value.__kwdefaults__, cells, names, read
         return value.__code__, _key(parts, references, [*callers, value])
     name = value.__name__ if kind is types.ModuleType else getattr(value, "__module__", None) or "builtins"
-    if kind in BUILTINS and name.partition(".")[0] in FIXED:
+    of = getattr(value, "__self__", None)  # of a method: an object, whose state is not seen
+    if kind in BUILTINS and isinstance(of, FREE) and name.partition(".")[0] in FIXED:
         return value
     raise Unknown
 

@@ -16,7 +16,7 @@ from transformer_kernels.backends.dispatch import requested
 from transformer_kernels.backends.errors import UnsupportedByBackend
 from transformer_kernels.ops import _checks, _operation
 from transformer_kernels.ops.attention import OPERATION, checked_operands
-from transformer_kernels.ops.attention._mods import Unknown, at_positions, form_of, narrowed, remembered
+from transformer_kernels.ops.attention._mods import Unknown, at_positions, form_of, narrowed, reads_values, remembered
 from transformer_kernels.ops.attention._structure import Shape, understood
 from transformer_kernels.ops.attention._torch_chunks import repeat_heads
 
@@ -180,12 +180,12 @@ def _visible(block_mask: Any, shape: Shape) -> Tensor | None:
 
     def evaluate() -> Tensor | None:
         shown = narrowed(at_positions(block_mask.mask_mod, _positions(shape)).to(torch.bool))
-        if not block_mask.to_dense().all():
+        if not (reads_values() and block_mask.to_dense().all()):
             shown = shown & _in_mask(block_mask.to_dense(), size, shape)
         if block_mask.full_kv_num_blocks is not None:  # for which mask_mod is not asked
             full = block_mask.from_kv_blocks(*blocks[2:], BLOCK_SIZE=size)
             shown = shown | _in_mask(full.to_dense(), size, shape)
-        return None if shown.numel() == 1 and bool(shown) else shown
+        return None if reads_values() and shown.numel() == 1 and shown.all() else shown
 
     return remembered((block_mask.mask_mod, blocks, size, shape), evaluate)
 
@@ -194,7 +194,7 @@ def _in_mask(blocks: Tensor, size: tuple[int, int], shape: Shape) -> Tensor:
     """Bool (1 or B, 1 or Hq, Lq, Lk), True where a score is in one of the blocks."""
     for axis in (0, 1):  # where they repeat, as in masks that are made for each head
         first = blocks.narrow(axis, 0, 1)
-        blocks = first if bool((blocks == first).all()) else blocks
+        blocks = first if reads_values() and (blocks == first).all() else blocks
     rows, columns = (torch.arange(length) // step for length, step in zip(shape[2:], size, strict=True))
     return blocks.bool()[..., rows[:, None], columns]
 
@@ -224,31 +224,29 @@ def _effect(score_mod: Callable[..., Tensor], mask: Tensor | None, shape: Shape,
             factor, softcap = factor * inside, float(factor)
         if isinstance(factor, Tensor) and factor.shape[3] > 1:
             return "it multiplies the score by a function of the key"
-        both = mask if hidden_by is None else hidden_by if mask is None else mask & hidden_by
+        if hidden_by is not None and mask is not None:
+            hidden_by = mask & hidden_by
         if isinstance(bias, Tensor) or bias != 0.0:
             bias = torch.as_tensor(bias, dtype=dtype)
             bias = bias[(None,) * (4 - bias.dim())]
-            slopes = _slopes(bias, both, shape)
+            slopes = _slopes(bias, mask if hidden_by is None else hidden_by, shape)
         else:
             bias = slopes = None
-        return Effect(factor, softcap, bias if slopes is None else None, slopes, both)
+        return Effect(factor, softcap, bias if slopes is None else None, slopes, hidden_by)
 
     found = remembered((score_mod, mask, shape, dtype), evaluate)
     if isinstance(found, str):
         raise Unknown(found)
     effect: Effect = found
-    return effect
+    return effect._replace(mask=mask) if effect.mask is None else effect
 
 
 def _slopes(bias: Tensor, mask: Tensor | None, shape: Shape) -> Tensor | None:
     """The slopes (Hq,) or (B, Hq) of a bias that is -slope * |i - j| in every score that the mask shows, else None."""
     length = shape[3]
-    if (
-        bias.requires_grad
-        or bias.dtype is not torch.float32
-        or tuple(bias.shape[2:]) != (length, length)
-        or length == 1
-    ):
+    if not reads_values() or bias.requires_grad or bias.dtype is not torch.float32:
+        return None
+    if tuple(bias.shape[2:]) != (length, length) or length == 1:
         return None
     distance = (torch.arange(length)[:, None] - torch.arange(length)).abs_()
     hidden = None
