@@ -39,6 +39,7 @@ def test_public_names():
         "compile",
         "explain",
         "export_pretrained",
+        "flex_attention",
         "get_backend",
         "graphed",
         "load_pretrained",

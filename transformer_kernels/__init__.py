@@ -9,7 +9,7 @@ model = tk.build("char_gpt", backend="triton")     # the same model definition a
 
 models      compile, patch, unpatch, accelerate, build, bind, graphed
 pretrained  load_pretrained, export_pretrained
-attention   attention, packed_attention, attention_weights, rotary
+attention   attention, packed_attention, attention_weights, flex_attention, rotary
 norm        layer_norm, rms_norm, add_layer_norm, add_rms_norm
 activation  softmax, gelu, bias_gelu, bias_relu, swiglu, geglu
 products    linear, embedding, cross_entropy, linear_cross_entropy
@@ -33,6 +33,7 @@ from transformer_kernels.backends.errors import BackendUnavailable, UnsupportedB
 from transformer_kernels.graphs import graphed
 from transformer_kernels.ops import *  # noqa: F403 - every operation; ops/__init__.py lists them
 from transformer_kernels.ops import __all__ as _operations
+from transformer_kernels.ops.attention.flex import flex_attention
 from transformer_kernels.patching import accelerate, compile, patch, unpatch
 from transformer_kernels.pretrained import export_pretrained, load_pretrained
 from transformer_kernels.verification import trust as _trust
@@ -52,6 +53,7 @@ __all__ = [
     "compile",
     "explain",
     "export_pretrained",
+    "flex_attention",
     "get_backend",
     "graphed",
     "load_pretrained",

@@ -12,6 +12,7 @@ import inspect
 import pkgutil
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -26,7 +27,15 @@ from transformer_kernels.backends.dispatch import get_backend, requested
 from transformer_kernels.ops._foreign import PLAIN
 from transformer_kernels.ops._plan import guard, keep
 from transformer_kernels.patching._report import CallReport, CallRow
-from transformer_kernels.patching._torch_calls import FUNCTIONS, VARLEN, Handler, softmax, varlen_attention
+from transformer_kernels.patching._torch_calls import (
+    FLEX,
+    FUNCTIONS,
+    VARLEN,
+    Handler,
+    flex_attention,
+    softmax,
+    varlen_attention,
+)
 
 PACKAGE = __name__.partition(".")[0]
 FUNCTIONAL = torch.nn.functional.__name__
@@ -212,6 +221,7 @@ class _Installed:
         self._blocks = 0
         self._exchanges: list[tuple[Any, str, Any, Any]] = []
         """Owner, name, the original, and what replaces it during a block."""
+        self._late: set[str] = set()
 
     def add(self) -> None:
         with self._lock:
@@ -219,10 +229,10 @@ class _Installed:
             if self._blocks > 1:
                 return
             self._exchanges = self._exchanges or list(_exchanges())
-            if VARLEN in sys.modules and self._exchanges[-1][1] != "_varlen_attn":
-                owner: Any = torch.ops.torch_attn
-                rerouted = _Rerouted(owner, "_varlen_attn", "attention", varlen_attention)
-                self._exchanges.append((owner, "_varlen_attn", rerouted.original, rerouted))
+            for module, late in ((VARLEN, _varlen_exchange), (FLEX, _flex_exchange)):
+                if module in sys.modules and module not in self._late:
+                    self._late.add(module)
+                    self._exchanges.append(late())
             for owner, name, before, now in self._exchanges:
                 if getattr(owner, name) is before:  # else another library has replaced it
                     setattr(owner, name, now)
@@ -233,7 +243,7 @@ class _Installed:
             if self._blocks:
                 return
             for owner, name, before, now in self._exchanges:
-                if vars(owner).get(name) is not now:
+                if getattr(owner, name, None) is not now:
                     continue
                 if owner is Tensor:
                     delattr(owner, name)
@@ -254,6 +264,31 @@ def _exchanges() -> Iterator[tuple[Any, str, Any, Any]]:
     for name, at in ((without_reentrant, ""), (f"{without_reentrant}_impl", ""), ("CheckpointFunction", "apply")):
         if (before := getattr(CHECKPOINT, name, None)) is not None:
             yield CHECKPOINT, name, before, _recomputed_inside(before, at)
+
+
+def _varlen_exchange() -> tuple[Any, str, Any, Any]:
+    owner: Any = torch.ops.torch_attn
+    rerouted = _Rerouted(owner, "_varlen_attn", "attention", varlen_attention)
+    return owner, "_varlen_attn", rerouted.original, rerouted
+
+
+def _flex_exchange() -> tuple[Any, str, Any, Any]:
+    """The code of `flex_attention`, which programs import by name: the function stays the object that it is."""
+    function = sys.modules[FLEX].flex_attention
+    _flex.append(rerouted := _Rerouted(sys.modules[FLEX], function.__name__, "attention", flex_attention))
+    code, module = function.__code__, function.__globals__
+    rerouted.original = types.FunctionType(code, module, function.__name__, function.__defaults__)
+    rerouted.original.__kwdefaults__ = function.__kwdefaults__
+    return function, "__code__", code, _call_flex.__code__
+
+
+_flex: list[_Rerouted] = []
+
+
+def _call_flex(*args: Any, **kwargs: Any) -> Any:
+    from transformer_kernels.patching import _accelerate  # the code runs among the globals of torch's module
+
+    return _accelerate._flex[0](*args, **kwargs)
 
 
 def _method(original: Any) -> Any:
@@ -293,12 +328,13 @@ def accelerate(target: Any = None, *, backend: str | None = None) -> Any:
 
     Rerouted are torch.nn.functional's scaled_dot_product_attention (masks of keys, of queries and keys, biases,
     is_causal, grouped heads, dropout), layer_norm, rms_norm, gelu, softmax, cross_entropy, linear and embedding, on
-    CPUs torch.nn.attention's varlen_attn, the functions and methods of `torch` behind them, and with that the modules
-    of torch.nn that call them. The meaning of a call is torch's: causality is aligned top-left, True in a boolean mask
-    is visible, classes are axis 1, the result has torch's dtype. Two things may differ: the order of the axes in memory
-    of an attention's result, and the random numbers of its dropout, whose probability is rounded to a multiple of
-    2^-16. Every other call is PyTorch's own: other options, dtypes and tensor classes, transforms of torch.func, what
-    torch.compile or torch.jit compile and, with "auto", what is too small to be faster. `report()` lists the reasons.
+    CPUs torch.nn.attention's varlen_attn and flex_attention, the functions and methods of `torch` behind them, and with
+    that the modules of torch.nn that call them. The meaning of a call is torch's: causality is aligned top-left, True
+    in a boolean mask is visible, classes are axis 1, the result has torch's dtype. Two things may differ: the order of
+    the axes in memory of an attention's result, and the random numbers of its dropout, whose probability is rounded to
+    a multiple of 2^-16. Every other call is PyTorch's own: other options, dtypes and tensor classes, transforms of
+    torch.func, what torch.compile or torch.jit compile and, with "auto", what is too small to be faster. `report()`
+    lists the reasons.
 
     Activation checkpointing recomputes inside the block that it ran in, also if backward runs after the block.
     Functions imported by name before the first block (`from torch.nn.functional import gelu`) stay torch's where they

@@ -18,6 +18,7 @@ from transformer_kernels import ops
 from transformer_kernels.backends.dispatch import unavailable
 from transformer_kernels.ops._crossovers import prefers_torch
 from transformer_kernels.ops._foreign import rejected
+from transformer_kernels.ops.attention import flex
 from transformer_kernels.ops.embedding._padding import without_gradient
 from transformer_kernels.patching._products import linear_is_ours
 
@@ -306,6 +307,29 @@ def varlen_attention(
     return out.transpose(1, 2).squeeze(0), lse.squeeze(0), torch.empty(2, dtype=torch.int64)
 
 
+def flex_attention(
+    backend: str,
+    query: Any = None,
+    key: Any = None,
+    value: Any = None,
+    score_mod: Any = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+    *,
+    return_aux: Any = None,
+) -> Any:
+    """The function of torch.nn.attention.flex_attention, which PyTorch trains on GPUs only."""
+    if (reason := rejected(query, key, value)) is not None:
+        return reason
+    if not query.is_cpu:
+        return "PyTorch has a kernel for it"
+    options: dict[str, Any] = {"return_lse": return_lse, "return_aux": return_aux, "backend": backend}
+    return flex.flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa, **options)
+
+
 def _unlike_ours(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> str | None:
     """Why `attention` does not support these shapes and dtypes, or None."""
     if not query.dim() == key.dim() == value.dim() == 4:
@@ -354,5 +378,5 @@ The functions of torch.nn.functional that are written in Python (layer_norm, rms
 softmax) look these up when they are called, so that they stay the objects that they are.
 """
 
-VARLEN = "torch.nn.attention.varlen"
-"""A module that takes a second to import: its operator is rerouted in blocks that begin after it was imported."""
+VARLEN, FLEX = "torch.nn.attention.varlen", "torch.nn.attention.flex_attention"
+"""Modules that take a second to import: what is rerouted of them is in blocks that begin after they were imported."""

@@ -218,7 +218,7 @@ def attention(
         )  # fmt: skip
     outputs = OPERATION.run(
         backend, q, k, v, dropout_p, return_lse, causal, key_padding_mask, attn_bias, alibi_slopes, cu_seqlens,
-        cu_seqlens_k, window, scale, softcap, sinks, key_ranges, outputs=2 if return_lse else 1,
+        cu_seqlens_k, window, scale, softcap, sinks, key_ranges, None, outputs=2 if return_lse else 1,
     )  # fmt: skip
     out: Tensor = outputs if isinstance(outputs, Tensor) else outputs[0]
     out = out[..., : v.shape[3]] if v.shape[3] < out.shape[3] else out
@@ -230,13 +230,7 @@ def prepare(
     q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float = 0.0, return_lse: bool = False, **options: Any
 ) -> AttentionCall:
     """The validated call; `options` are those of `checked_scores`."""
-    for name, value in (("q", q), ("k", k), ("v", v)):
-        _checks.tensor(OP, name, value)
-        if value.dim() != 4:
-            raise ValueError(f"{OP}: {name} must have 4 dimensions (B, H, L, D); got {tuple(value.shape)}")
-    if (dtype := _operation.autocast_dtype(q)) is not None and q.dtype is not torch.float64:
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    _check_qkv(q, k, v)
+    q, k, v = checked_operands(q, k, v)
     _checks.flag(OP, "return_lse", return_lse)
     _checks.probability(OP, "dropout_p", dropout_p)
     scores = checked_scores(q, k, q.shape[1], **options)
@@ -259,6 +253,18 @@ def check_devices(q: Tensor, scores: Scores, **others: Tensor) -> None:
         if tensor is not None and tensor.device != device:
             names = ("key_padding_mask", "attn_bias", "alibi_slopes", "sinks", "cu_seqlens", "cu_seqlens_k")
             _checks.same_device(OP, q, **others, **dict(zip(names, masks, strict=True)))
+
+
+def checked_operands(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v in autocast's dtype."""
+    for name, value in (("q", q), ("k", k), ("v", v)):
+        _checks.tensor(OP, name, value)
+        if value.dim() != 4:
+            raise ValueError(f"{OP}: {name} must have 4 dimensions (B, H, L, D); got {tuple(value.shape)}")
+    if (dtype := _operation.autocast_dtype(q)) is not None and q.dtype is not torch.float64:
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    _check_qkv(q, k, v)
+    return q, k, v
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -116,7 +116,7 @@ def packed_attention(
     )  # fmt: skip
 
 
-@_operation.takes_options_of(checked_scores, "cu_seqlens_k")
+@_operation.takes_options_of(checked_scores, "cu_seqlens_k", "mask")
 def prepare(
     qkv: Tensor,
     *,

@@ -63,10 +63,11 @@ def checked_scores(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     key_ranges: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> Scores:
     """The validated record of a call with queries (B, ..., Lq, D), of so many heads, and keys (B, ..., Lk, D).
 
-    `key_ranges` is ours: what a mask was recognised as.
+    `key_ranges` and `mask` are ours: what a mask was recognised as, and one beside a bias.
     """
     _checks.flag(OP, "causal", causal)
     _checks.window(OP, window)
@@ -79,7 +80,6 @@ def checked_scores(
         _checks.positive(OP, "softcap", softcap)
     if key_padding_mask is not None:
         key_padding_mask = _checked_padding(key_padding_mask, k)
-    mask = None
     if attn_bias is not None:
         attn_bias = _checked_bias(attn_bias, q, (q.shape[0], heads, q.shape[2], k.shape[2]))
         if attn_bias.dtype is torch.bool:

@@ -87,7 +87,7 @@ def attention_weights(
     )  # fmt: skip
 
 
-@_operation.takes_options_of(checked_scores, "key_ranges")
+@_operation.takes_options_of(checked_scores, "key_ranges", "mask")
 def prepare(q: Tensor, k: Tensor, **options: Any) -> AttentionWeightsCall:
     """The validated call; errors name `attention`."""
     given = (q, k, options.get("attn_bias"), options.get("sinks"))
