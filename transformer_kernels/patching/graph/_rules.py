@@ -139,7 +139,12 @@ def _reciprocal(c: Canonical, node: fx.Node, a: Any) -> Expr | None:
 
 
 def _matmul(c: Canonical, node: fx.Node, a: Any, b: Any) -> Expr | None:
-    return Expr("matmul", (a, b)) if is_tensor(a) and is_tensor(b) and min(fake(a).dim(), fake(b).dim()) >= 2 else None
+    if not is_tensor(a) or not is_tensor(b) or min(fake(a).dim(), fake(b).dim()) < 2:
+        return None
+    right = c.of(b)
+    if right.op == "permute" and right.args[1] == (1, 0) and is_tensor(right.args[0]):
+        return Expr("linear", (a, right.args[0], None), (b,))
+    return Expr("matmul", (a, b))
 
 
 def _baddbmm(c: Canonical, node: fx.Node, input: Any, a: Any, b: Any, beta: Any = 1, alpha: Any = 1) -> Expr | None:
@@ -312,10 +317,12 @@ def _getattr(c: Canonical, node: fx.Node, input: Any, name: Any) -> Expr | None:
 
 
 def _view(c: Canonical, node: fx.Node, input: Any, *_: Any, **__: Any) -> Expr | None:
-    """A view that joins or splits the axes before the last two."""
+    """A view that joins or splits the axes before the last two, or joins all before the last one."""
     before, after = fake(input), fake(node)
     if not isinstance(before, Tensor) or not isinstance(after, Tensor) or before.dtype is not after.dtype:
         return None
+    if after.dim() == 2 < before.dim() and is_same(before.shape[-1], after.shape[-1]):
+        return Expr("rows", (input,))
     if min(before.dim(), after.dim()) < 3 or not same_shape(before.shape[-2:], after.shape[-2:]):
         return None
     return Expr("id", (input,)) if same_shape(before.shape, after.shape) else Expr("batch_view", (input, node))
