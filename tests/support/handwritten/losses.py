@@ -33,6 +33,7 @@ LOGITS: dict[str, Callable[..., Tensor]] = {
     "product": lambda logits, y, head: y @ head.t(),
     "float": lambda logits, y, head: F.linear(y, head).to(logits.dtype),
     "linear with bias": lambda logits, y, head: F.linear(y, head, head[:, 0]),
+    "padded": lambda logits, y, head: F.linear(y, torch.cat((head, head[:3])))[..., :V],
     "softcapped": lambda logits, y, head: 5.0 * torch.tanh(F.linear(y, head) / 5.0),
 }
 OBSERVED: dict[str, Callable[..., Any]] = {
@@ -136,6 +137,21 @@ def linear_is_used_twice(y, head, targets):
 @trap
 def linear_softcapped_by_another_number(y, head, targets):
     return F.cross_entropy(4.0 * torch.tanh(F.linear(y, head).view(-1, V) / 5.0), targets.view(-1))
+
+
+@trap
+def linear_softcapped_before_rows(y, head, targets):
+    return F.cross_entropy((4.0 * torch.tanh(F.linear(y, head) / 5.0)).view(-1, V), targets.view(-1))
+
+
+@trap
+def linear_without_the_first_class(y, head, targets):
+    return F.cross_entropy(F.linear(y, head)[..., 1:].reshape(-1, V - 1), targets.view(-1).clamp(max=V - 2))
+
+
+@trap
+def linear_whose_classes_are_flattened_apart(y, head, targets):
+    return F.cross_entropy(F.linear(y, head)[..., :10].reshape(-1, 5), targets.repeat(1, 2).view(-1).clamp(max=4))
 
 
 @trap

@@ -31,15 +31,24 @@ def _capped(logits: Term) -> Term:
     return Call("mul", Call("tanh", inside), Number("cap", least=1e-30))
 
 
-ROWS = maybe(lambda y: Call("rows", y), maybe(_capped, LOGITS))
+def _rows(logits: Term) -> Term:
+    return Call("rows", logits)
+
+
+CLASSES = maybe(lambda y: Call("first_columns", y, Number("classes")), LOGITS)
+"""Without the columns that pad the vocabulary."""
+
+ROWS = maybe(_rows, maybe(_capped, maybe(_rows, CLASSES)))
 OPTIONS = ("class_weight", "ignored", "reduction", "smoothing")
 LINEAR_CROSS_ENTROPY = Call("cross_entropy", ROWS, Input("target", dims=1), *map(Option, OPTIONS))
 
 
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None, ignored: int,
-    reduction: str, smoothing: float, softcap: float | None, backend: str | None = None,
+    reduction: str, smoothing: float, softcap: float | None, classes: int | None, backend: str | None = None,
 ) -> Tensor:  # fmt: skip
+    if classes is not None:
+        weight, bias = weight[:classes], None if bias is None else bias[:classes]
     return loss.linear_cross_entropy(
         x.flatten(0, -2), weight, target, bias, class_weight=class_weight, ignore_index=ignored, reduction=reduction,
         label_smoothing=smoothing, softcap=softcap, backend=backend,
@@ -64,7 +73,7 @@ def _replace(match: Match) -> Replacement | str:
     if not is_faster(match, "cross_entropy", logits):
         return "PyTorch's functions are the faster ones at this size"
     values: tuple[Any, ...] = tuple(bound[name] for name in ("x", "weight", "target", "bias", *OPTIONS))
-    return Replacement(linear_cross_entropy, (*values, bound.get("cap")))
+    return Replacement(linear_cross_entropy, (*values, bound.get("cap"), bound.get("classes")))
 
 
 PATTERNS = (Pattern("linear_cross_entropy", LINEAR_CROSS_ENTROPY, _replace),)

@@ -139,7 +139,11 @@ class Rewriter:
                 return "autocast or the gradient mode changes inside it"
             if self.writes.touches(node):
                 return "a value inside it is written to in place"
-            if node in (found.root, shared) or self._is_transparent(node, inner - {shared}):
+            if (
+                node in (found.root, shared)
+                or self.constants.holds(node)
+                or self._is_transparent(node, inner - {shared})
+            ):
                 continue
             if any(user not in inner for user in node.users):
                 return f"the value {node.name} inside it is used elsewhere too"

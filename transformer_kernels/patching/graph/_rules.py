@@ -461,7 +461,7 @@ def _unbind(c: Canonical, node: fx.Node, input: Any, dim: Any = 0) -> Expr | Non
 
 
 def _getitem(c: Canonical, node: fx.Node, input: Any, index: Any) -> Expr | None:
-    """Halves and interleaved columns of the last axis."""
+    """Halves, interleaved columns and the first columns of the last axis."""
     inner = c.of(input) if isinstance(input, fx.Node) else OPAQUE
     if inner.op == "alternates" and index in (0, 1):
         return Expr("alternate", (inner.args[0], index), (input, *inner.via))
@@ -480,9 +480,11 @@ def _getitem(c: Canonical, node: fx.Node, input: Any, index: Any) -> Expr | None
     start, stop, step = index[1].indices(width)
     if step == 2 and start in (0, 1) and stop == width:
         return Expr("alternate", (input, start))
+    if step == 1 and (start, stop) == (0, width):
+        return Expr("id", (input,))
     if step == 1 and (start, stop) in ((0, width // 2), (width // 2, width)) and width % 2 == 0:
         return Expr("half", (input, int(start > 0)))
-    return None
+    return Expr("first_columns", (input, stop)) if step == 1 and start == 0 else None
 
 
 def _chunk(c: Canonical, node: fx.Node, input: Any, chunks: Any, dim: Any = 0) -> Expr | None:
