@@ -120,3 +120,29 @@ def test_weights_that_are_returned_are_not_computed_twice():
         found, expected = run(X), function(X)
     torch.testing.assert_close(found, expected)
     assert count(graphs, "matmul") == 2 and not any("fused" in node.name for node in graphs[0].nodes)
+
+
+class Rotated(torch.nn.Module):
+    """Two rotations by the negative angle, whose negated table becomes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        angles = torch.arange(16, dtype=torch.float64).view(8, 2)
+        self.register_buffer("cos", angles.cos())
+        self.register_buffer("sin", angles.sin())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            first, second = x[..., :2], x[..., 2:]
+            x = torch.cat((first * self.cos + second * self.sin, first * (-self.sin) + second * self.cos), -1)
+        return x
+
+
+def test_a_constant_inside_two_matches():
+    x, model = X[..., :4].clone().requires_grad_(), Rotated()
+    function, graphs = compiled(model)
+    found, expected = function(x), model(x)
+    torch.testing.assert_close(found, expected)
+    for ours, eager in zip(*(torch.autograd.grad(y.cos().sum(), x) for y in (found, expected)), strict=True):
+        torch.testing.assert_close(ours, eager)
+    assert count(graphs, "cat") == 0 and count(graphs, "rotate") + count(graphs, "__call__") >= 2

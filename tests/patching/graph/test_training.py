@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import transformer_kernels as tk
+from benchmarks import timing
 from tests.support import transformers_models as models
+from transformer_kernels.backends import cpu
 from transformer_kernels.patching import graph
 
 ROWS, WIDTH = 4, 32
@@ -195,3 +197,60 @@ def test_generation_with_a_static_cache():
     model.forward = compiled = tk.compile(model.forward)
     assert torch.equal(model.generate(tokens, **options, disable_compile=True), expected)
     assert compiled.report().graphs >= 2, "the prompt and a token have a graph each"
+
+
+compiled_kernels = pytest.mark.skipif(
+    cpu.unavailable(torch.device("cpu")) is not None, reason="the CPU kernels are not built"
+)
+
+
+@compiled_kernels
+def test_attention_reads_views_of_the_projection():
+    block, x = Block(), batch()
+    compiled = tk.compile(block, backend="cpu")
+    compiled(x)
+    with cpu.recorded(calls := []):
+        compiled(x)
+    ((_, q, k, v, *_),) = (arguments for kernel, arguments in calls if kernel.__name__ == "attention_forward")
+    assert [each[0] - q[0] for each in (q, k, v)] == [0, 4 * WIDTH, 8 * WIDTH]  # bytes in one row of the projection
+
+
+class Language(nn.Module):
+    """An output layer and its loss, of rows and classes that make several chunks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 16384, bias=False)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(self.head(x).view(-1, 16384), targets.view(-1))
+
+
+@compiled_kernels
+def test_the_logits_of_a_loss_are_not_kept():
+    model, x = Language(), torch.randn(2, 512, WIDTH, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    targets = torch.arange(1024).view(2, 512)
+    compiled = tk.compile(model)
+    found = []
+    for function in (compiled, model):
+        loss = function(x, targets)
+        found.append((loss, *torch.autograd.grad(loss, (x, model.head.weight))))
+        found[-1] += (timing.peak_memory(x.device, lambda: torch.autograd.grad(function(x, targets), x)),)  # noqa: B023
+    assert compiled.report().matched == {"linear_cross_entropy": 1}
+    for ours, eager in zip(*(each[:3] for each in found), strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-6)
+    assert found[0][3] < 0.5 * found[1][3]
+
+
+@compiled_kernels
+def test_conv1d_of_transformers():
+    layer = models.transformers.pytorch_utils.Conv1D(1024, 256)
+    compiled = tk.compile(layer)
+    x = torch.randn(2, 128, 256, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    found = []
+    for function in (compiled, layer):
+        y = function(x)
+        found.append((y, *torch.autograd.grad(y.square().sum(), (x, layer.weight, layer.bias))))
+    assert compiled.report().matched == {"linear": 1}
+    for ours, eager in zip(*found, strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5 * eager.abs().max().item())

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.support.handwritten import D, Family, L, V
+from tests.support.handwritten import B, D, Family, L, V
 
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "view": lambda logits, targets: F.cross_entropy(logits.reshape(-1, V), targets.view(-1)),
@@ -26,11 +26,15 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         logits[:, :-1].reshape(-1, V), targets[:, 1:].reshape(-1), ignore_index=-100
     ),
 }
+ROWS_OF_LOGITS = ("view", "flatten", "smoothed", "ignore 0", "sum", "none")
 LOGITS: dict[str, Callable[..., Tensor]] = {
     "given": lambda logits, y, head: logits * 1.0,
     "linear": lambda logits, y, head: F.linear(y, head),
     "product": lambda logits, y, head: y @ head.t(),
     "float": lambda logits, y, head: F.linear(y, head).to(logits.dtype),
+    "linear with bias": lambda logits, y, head: F.linear(y, head, head[:, 0]),
+    "padded": lambda logits, y, head: F.linear(y, torch.cat((head, head[:3])))[..., :V],
+    "softcapped": lambda logits, y, head: 5.0 * torch.tanh(F.linear(y, head) / 5.0),
 }
 OBSERVED: dict[str, Callable[..., Any]] = {
     "nothing": lambda loss, logits: loss,
@@ -54,9 +58,10 @@ CROSS_ENTROPY = Family(
     {"loss": list(LOSSES), "logits": list(LOGITS), "observed": list(OBSERVED)},
     spelled_loss,
     lambda choices: frozenset(
-        {"cross_entropy"} if choices["loss"] in ("view", "flatten", "smoothed") and choices["logits"] == "given" else ()
+        () if choices["loss"] not in ROWS_OF_LOGITS else ("cross_entropy",) if choices["logits"] == "given"
+        else ("linear_cross_entropy",) if choices["observed"] == "nothing" else ()
     ),
-)
+)  # fmt: skip
 trap = CROSS_ENTROPY.trap
 
 
@@ -127,6 +132,84 @@ def linear_of_a_scaled_row(y, head, targets):
 def linear_is_used_twice(y, head, targets):
     logits = F.linear(y, head)
     return F.cross_entropy(logits.view(-1, V), targets.view(-1)) + logits.square().mean() * 1e-2
+
+
+@trap
+def linear_softcapped_by_another_number(y, head, targets):
+    return F.cross_entropy(4.0 * torch.tanh(F.linear(y, head).view(-1, V) / 5.0), targets.view(-1))
+
+
+@trap
+def linear_softcapped_before_rows(y, head, targets):
+    return F.cross_entropy((4.0 * torch.tanh(F.linear(y, head) / 5.0)).view(-1, V), targets.view(-1))
+
+
+@trap
+def linear_without_the_first_class(y, head, targets):
+    return F.cross_entropy(F.linear(y, head)[..., 1:].reshape(-1, V - 1), targets.view(-1).clamp(max=V - 2))
+
+
+@trap
+def linear_whose_classes_are_flattened_apart(y, head, targets):
+    return F.cross_entropy(F.linear(y, head)[..., :10].reshape(-1, 5), targets.repeat(1, 2).view(-1).clamp(max=4))
+
+
+@trap
+def linear_whose_logits_are_returned(y, head, targets):
+    logits = F.linear(y, head)
+    return F.cross_entropy(logits.view(-1, V), targets.view(-1)), logits
+
+
+@trap
+def linear_whose_rows_are_returned(y, head, targets):
+    logits = F.linear(y, head).view(-1, V)
+    return F.cross_entropy(logits, targets.view(-1)), logits
+
+
+@trap
+def linear_of_some_classes(y, head, targets):
+    return F.cross_entropy(F.linear(y, head)[..., :5].reshape(-1, 5), targets.view(-1).clamp(max=4))
+
+
+@trap
+def linear_with_classes_in_axis_1(y, table, targets):
+    return F.cross_entropy(F.linear(y, table[:D]), targets.clamp(max=7))
+
+
+@trap
+def linear_with_rows_joined_otherwise(y, table, targets):
+    return F.cross_entropy(F.linear(y, table[:D]).transpose(0, 1).reshape(-1, D), targets.view(-1).clamp(max=7))
+
+
+@trap
+def linear_and_weights_of_classes(y, head, targets, class_weights):
+    return F.cross_entropy(F.linear(y, head).view(-1, V), targets.view(-1), class_weights)
+
+
+@trap
+def linear_and_weights_with_a_gradient(y, head, targets, bias):
+    weights = torch.cat((bias, bias[:3])).square()
+    return F.cross_entropy(F.linear(y, head).view(-1, V), targets.view(-1), weights.detach())
+
+
+@trap
+def linear_and_probabilities(y, head, probabilities):
+    return F.cross_entropy(F.linear(y, head).view(-1, V), probabilities)
+
+
+@trap
+def linear_written_before_the_loss(y, head, targets):
+    logits = F.linear(y, head)
+    logits *= 0.5
+    return F.cross_entropy(logits.view(-1, V), targets.view(-1))
+
+
+@trap
+def linear_whose_weight_is_written_no_grad(y, head, targets):
+    head = head.clone()
+    logits = F.linear(y, head)
+    head.zero_()
+    return F.cross_entropy(logits.view(-1, V), targets.view(-1))
 
 
 @trap
@@ -207,6 +290,82 @@ def indexed(tokens, table):
 @trap
 def positions_of_other_rows(tokens, table, positions):
     return F.embedding(tokens, table) + F.embedding(torch.arange(L).flip(0), positions)
+
+
+PRODUCTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "linear": lambda y, W, bias: F.linear(y, W, bias),
+    "without bias": lambda y, W, bias: F.linear(y, W),
+    "transposed": lambda y, W, bias: y @ W.t(),
+    "addmm": lambda y, W, bias: torch.addmm(bias, y.view(-1, D), W).view(y.shape),
+    "product": lambda y, W, bias: y @ W,
+    "product and bias": lambda y, W, bias: y @ W + bias,
+    "bias and matmul": lambda y, W, bias: bias + torch.matmul(y, W),
+}
+AFTER: dict[str, Callable[..., Any]] = {
+    "nothing": lambda o: o,
+    "gelu": lambda o: F.gelu(o, approximate="tanh"),
+    "thirds": lambda o: o.view(B, L, 2, D // 2).transpose(1, 2).chunk(2, -1),
+    "in place": lambda o: o.mul(1.0).add_(o),
+}
+
+
+def spelled_linear(product: str, after: str) -> Callable[..., Any]:
+    def linear(y: Tensor, W: Tensor, bias: Tensor) -> Any:
+        return AFTER[after](PRODUCTS[product](y, W, bias))
+
+    return linear
+
+
+LINEAR = Family(
+    "linear", {"product": list(PRODUCTS), "after": list(AFTER)}, spelled_linear, lambda choices: frozenset({"linear"})
+)
+trap = LINEAR.trap
+
+
+@trap
+def bias_of_rows(y, W, columns):
+    return y @ W + columns
+
+
+@trap
+def bias_of_a_matrix(y, W, W2):
+    return torch.addmm(W2, y[0], W)
+
+
+@trap
+def bias_of_one_element(y, W, bias):
+    return y @ W + bias[:1]
+
+
+@trap
+def bias_with_a_factor(y, W, bias):
+    return torch.add(y @ W, bias, alpha=2.0)
+
+
+@trap
+def product_is_also_returned(y, W, bias):
+    product = y @ W
+    return product + bias, product
+
+
+@trap
+def product_of_two_batches(q, k):
+    return q @ k
+
+
+@trap
+def weight_is_transposed_twice(y, W):
+    return y @ W.t().t()
+
+
+@trap
+def weight_on_the_left(y, W):
+    return W @ y
+
+
+@trap
+def weight_of_one_column(y, columns):
+    return y @ columns
 
 
 @trap

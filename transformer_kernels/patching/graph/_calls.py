@@ -17,14 +17,16 @@ from transformer_kernels.backends import cpu
 from transformer_kernels.ops._crossovers import prefers_torch
 from transformer_kernels.ops._dropout import MIN_DROPPED, has_dropout_kernel
 from transformer_kernels.ops._dropout import dropout as dropout_kernel
-from transformer_kernels.ops._pattern import Call, Input, Match, Number, Option, Pattern, Replacement
+from transformer_kernels.ops._pattern import As, Call, Input, Match, Number, Option, Pattern, Replacement
 from transformer_kernels.ops.attention._pattern import grouped
 from transformer_kernels.ops.linear._cpu import largest_weight, processor
 from transformer_kernels.patching import _torch_calls as calls
-from transformer_kernels.patching._products import are_few, faster_linear, rows_of
+from transformer_kernels.patching._products import MIN_PRODUCTS, are_few, by_columns, faster_linear, rows_of
 
 X = Input("x")
 LINEAR = Call("linear", X, Input("weight"), Option("bias"))
+PRODUCT = As("product", Call("matmul", X, Input("weight", dims=2)))
+BY_COLUMNS = Call("addmm", Input("bias", dims=1), X, Input("weight")) | (PRODUCT + Input("bias", dims=1)) | PRODUCT
 SDPA = Call("sdpa", Input("q"), *map(grouped, "kv"), *map(Option, ("mask", "p", "causal", "scale", "grouped")))
 DROPOUT = Call("dropout", X, Number("p", symbolic=True))
 CROSS_ENTROPY = Call("cross_entropy", X, *map(Option, ("target", "weight", "ignored", "reduction", "smoothing")))
@@ -89,6 +91,29 @@ def _linear_relu(match: Match) -> Replacement | str:
     if isinstance(found, str):
         return found
     return Replacement(linear_relu, found.args) if found.function is linear else "its sizes are symbols"
+
+
+def linear_by_columns(x: Tensor, weight: Tensor, bias: Tensor | None = None, backend: str | None = None) -> Tensor:
+    return ops.linear(x, weight.t(), bias, backend=backend)
+
+
+def _by_columns(match: Match) -> Replacement | str:
+    """x W + b, W (K, N), as in transformers' Conv1D."""
+    x, weight, bias = match.fake("x"), match.fake("weight"), match.shape(match.bound.get("bias"))
+    found = match.bound.keys() & {"weight", "bias", "product"}
+    if x.dtype is not match.dtype or any(match.fake(name).dtype is not match.dtype for name in found):
+        return "the dtypes differ"
+    if bias is not None and str(bias.shape[0]) != str(weight.shape[1]):
+        return "the bias is not one number per column"
+    values = (match.bound["x"], match.bound["weight"], match.bound.get("bias"))
+    if not match.is_auto:
+        return Replacement(linear_by_columns, values) if match.has_kernel(x.dtype) else "its dtype has no kernel"
+    if not x.is_cpu or x.dtype is not torch.float32 or not _is_static(weight) or not weight.is_contiguous():
+        return FASTER
+    if not _is_static(x):
+        return Replacement(by_columns, (*values, None))
+    large = x.numel() * weight.shape[1] >= MIN_PRODUCTS and _multiplies(match, x, weight)
+    return Replacement(linear_by_columns, values) if large else FASTER
 
 
 def dropout(x: Tensor, p: float, residual: Tensor | None = None, backend: str | None = None) -> Tensor:
@@ -161,6 +186,7 @@ def _cross_entropy(match: Match) -> Replacement | str:
 PATTERNS = (
     Pattern("linear_relu", Call("relu", LINEAR), _linear_relu),
     Pattern("linear", LINEAR, _linear),
+    Pattern("linear", BY_COLUMNS, _by_columns),
     Pattern("dropout_add", DROPOUT + Input("residual"), _dropout),
     Pattern("dropout", DROPOUT, _dropout),
     Pattern("attention", SDPA, _attention),

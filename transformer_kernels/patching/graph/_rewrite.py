@@ -13,6 +13,7 @@ from torch import fx
 from transformer_kernels.ops._pattern import As, Call, Either, Pattern, Prepared, Replacement, Steps, Term
 from transformer_kernels.ops.activation._pattern import PATTERNS as ACTIVATIONS
 from transformer_kernels.ops.attention._pattern import PATTERNS as ATTENTIONS
+from transformer_kernels.ops.loss._pattern import PATTERNS as LOSSES
 from transformer_kernels.ops.norm._pattern import PATTERNS as NORMS
 from transformer_kernels.ops.rotary._pattern import PATTERNS as ROTARY
 from transformer_kernels.patching.graph._calls import PATTERNS as CALLS
@@ -26,7 +27,9 @@ from transformer_kernels.patching.graph._multi_head import PATTERNS as MULTI_HEA
 from transformer_kernels.patching.graph._rules import OVERRIDES, RULES
 from transformer_kernels.patching.graph._writes import Writes
 
-PATTERNS: tuple[Pattern, ...] = (*ATTENTIONS, *MULTI_HEAD, *ENCODER_LAYERS, *ROTARY, *NORMS, *ACTIVATIONS, *CALLS)
+PATTERNS: tuple[Pattern, ...] = (
+    *ATTENTIONS, *MULTI_HEAD, *ENCODER_LAYERS, *ROTARY, *NORMS, *ACTIVATIONS, *LOSSES, *CALLS,
+)  # fmt: skip
 
 NAMED = {"sdpa": "attention", "mha": "attention"} | {
     name: name for name in ["softmax", "encoder_layer", "layer_norm", "rms_norm", "gelu", "silu", "cross_entropy"]
@@ -136,7 +139,11 @@ class Rewriter:
                 return "autocast or the gradient mode changes inside it"
             if self.writes.touches(node):
                 return "a value inside it is written to in place"
-            if node in (found.root, shared) or self._is_transparent(node, inner - {shared}):
+            if (
+                node in (found.root, shared)
+                or self.constants.holds(node)
+                or self._is_transparent(node, inner - {shared})
+            ):
                 continue
             if any(user not in inner for user in node.users):
                 return f"the value {node.name} inside it is used elsewhere too"

@@ -139,7 +139,12 @@ def _reciprocal(c: Canonical, node: fx.Node, a: Any) -> Expr | None:
 
 
 def _matmul(c: Canonical, node: fx.Node, a: Any, b: Any) -> Expr | None:
-    return Expr("matmul", (a, b)) if is_tensor(a) and is_tensor(b) and min(fake(a).dim(), fake(b).dim()) >= 2 else None
+    if not is_tensor(a) or not is_tensor(b) or min(fake(a).dim(), fake(b).dim()) < 2:
+        return None
+    right = c.of(b)
+    if right.op == "permute" and right.args[1] == (1, 0) and is_tensor(right.args[0]):
+        return Expr("linear", (a, right.args[0], None), (b,))
+    return Expr("matmul", (a, b))
 
 
 def _baddbmm(c: Canonical, node: fx.Node, input: Any, a: Any, b: Any, beta: Any = 1, alpha: Any = 1) -> Expr | None:
@@ -312,10 +317,12 @@ def _getattr(c: Canonical, node: fx.Node, input: Any, name: Any) -> Expr | None:
 
 
 def _view(c: Canonical, node: fx.Node, input: Any, *_: Any, **__: Any) -> Expr | None:
-    """A view that joins or splits the axes before the last two."""
+    """A view that joins or splits the axes before the last two, or joins all before the last one."""
     before, after = fake(input), fake(node)
     if not isinstance(before, Tensor) or not isinstance(after, Tensor) or before.dtype is not after.dtype:
         return None
+    if after.dim() == 2 < before.dim() and is_same(before.shape[-1], after.shape[-1]):
+        return Expr("rows", (input,))
     if min(before.dim(), after.dim()) < 3 or not same_shape(before.shape[-2:], after.shape[-2:]):
         return None
     return Expr("id", (input,)) if same_shape(before.shape, after.shape) else Expr("batch_view", (input, node))
@@ -454,7 +461,7 @@ def _unbind(c: Canonical, node: fx.Node, input: Any, dim: Any = 0) -> Expr | Non
 
 
 def _getitem(c: Canonical, node: fx.Node, input: Any, index: Any) -> Expr | None:
-    """Halves and interleaved columns of the last axis."""
+    """Halves, interleaved columns and the first columns of the last axis."""
     inner = c.of(input) if isinstance(input, fx.Node) else OPAQUE
     if inner.op == "alternates" and index in (0, 1):
         return Expr("alternate", (inner.args[0], index), (input, *inner.via))
@@ -473,9 +480,11 @@ def _getitem(c: Canonical, node: fx.Node, input: Any, index: Any) -> Expr | None
     start, stop, step = index[1].indices(width)
     if step == 2 and start in (0, 1) and stop == width:
         return Expr("alternate", (input, start))
+    if step == 1 and (start, stop) == (0, width):
+        return Expr("id", (input,))
     if step == 1 and (start, stop) in ((0, width // 2), (width // 2, width)) and width % 2 == 0:
         return Expr("half", (input, int(start > 0)))
-    return None
+    return Expr("first_columns", (input, stop)) if step == 1 and start == 0 else None
 
 
 def _chunk(c: Canonical, node: fx.Node, input: Any, chunks: Any, dim: Any = 0) -> Expr | None:
