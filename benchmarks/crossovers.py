@@ -18,6 +18,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +29,13 @@ from torch.nn import functional as F
 
 import transformer_kernels as tk
 from transformer_kernels.ops import _crossovers
-from transformer_kernels.ops._crossover_table import LEVELS, TABLE
+from transformer_kernels.ops._crossover_table import LEVELS, REROUTED, TABLE, Limit
+from transformer_kernels.patching._accelerate import _block
 
 COLUMNS, CLASSES, HEAD_DIM = 256, 1024, 64
 SMALLEST, LARGEST = 10, 24
+LARGEST_REROUTED = 19
+"""Beyond, the host time of a rerouted call does not matter: its entry is that of the operation."""
 GAIN, TIE = 0.95, 1.02
 MIN_ROUNDS = 3
 RESTRICTED = {
@@ -44,6 +49,9 @@ Function = Callable[..., Tensor]
 
 def cases(name: str, elements: int, dtype: torch.dtype) -> tuple[Function, Function, list[Tensor]]:
     """Ours, PyTorch's, and the floating inputs of an operation with so many elements."""
+    if name.endswith(REROUTED):
+        _, function, inputs = cases(name.removesuffix(REROUTED), elements, dtype)
+        return function, partial(_left_alone, function), inputs
     rows = elements // COLUMNS
 
     def normal(*shape: int) -> Tensor:
@@ -52,7 +60,7 @@ def cases(name: str, elements: int, dtype: torch.dtype) -> tuple[Function, Funct
     x, w, b = normal(max(rows, 1), COLUMNS), normal(COLUMNS), normal(COLUMNS)
     shape = (COLUMNS,)
     if name == "attention":
-        heads = 4 << elements.bit_length() % 2
+        heads = 8 >> elements.bit_length() % 2  # the length is a power of two, at which PyTorch is at its best
         length = round((elements // heads) ** 0.5)
         qkv = [normal(1, heads, length, HEAD_DIM) for _ in range(3)]
         return tk.attention, F.scaled_dot_product_attention, qkv  # type: ignore[return-value]
@@ -83,6 +91,15 @@ def cases(name: str, elements: int, dtype: torch.dtype) -> tuple[Function, Funct
     return functions[name]
 
 
+def _left_alone(function: Function, *inputs: Tensor) -> Tensor:
+    """The function's result outside of the block of `accelerate` that it is called in."""
+    token = _block.set(None)  # type: ignore[arg-type]
+    try:
+        return function(*inputs)
+    finally:
+        _block.reset(token)
+
+
 def least(calls: list[Callable[[], Any]], seconds: float) -> list[float]:
     """The minimum CPU seconds of each call in so much CPU time, interleaved in batches of about 0.5 ms."""
     best, batches = [float("inf")] * len(calls), []
@@ -105,6 +122,11 @@ def least(calls: list[Callable[[], Any]], seconds: float) -> list[float]:
 
 def ratio(name: str, elements: int, dtype: torch.dtype, gradients: bool, seconds: float) -> float:
     """Our time divided by PyTorch's, forward alone or with gradients."""
+    with tk.accelerate(backend="cpu") if name.endswith(REROUTED) else nullcontext():
+        return _ratio(name, elements, dtype, gradients, seconds)
+
+
+def _ratio(name: str, elements: int, dtype: torch.dtype, gradients: bool, seconds: float) -> float:
     *functions, inputs = cases(name, elements, dtype)
     inputs = [each.requires_grad_(gradients) for each in inputs]
     calls: list[Callable[[], Any]] = []
@@ -132,23 +154,28 @@ def crossover(ratios: dict[int, float]) -> int:
     return 0 if found == min(ratios) else found
 
 
-def measured(names: list[str], seconds: float) -> Iterator[tuple[tuple[str, int], tuple[int, int]]]:
+def measured(names: list[str], seconds: float) -> Iterator[tuple[tuple[str, int], tuple[Limit, Limit]]]:
     """The entries of the table, printed with their ratios."""
     for name in names:
         for dtype in (torch.float32, torch.bfloat16):
             if (name, dtype.itemsize) not in TABLE[_crossovers.level()]:
                 continue
-            limits = []
+            limits: list[Limit] = []
+            plain = name.removesuffix(REROUTED)
+            largest = LARGEST if name == plain else LARGEST_REROUTED
             for gradients in (False, True):
                 torch.manual_seed(0)
                 ratios: dict[int, float] = {}
-                for size in (1 << power for power in range(LARGEST, SMALLEST - 1, -1)):  # malloc adapts to the largest
+                for size in (1 << power for power in range(largest, SMALLEST - 1, -1)):  # malloc adapts to the largest
                     ratios[size] = ratio(name, size, dtype, gradients, seconds)
                     if ratios[size] > TIE:
                         ratios[size] = min(ratios[size], ratio(name, size, dtype, gradients, 3 * seconds))
                     if ratios[size] > TIE:
                         break
-                limits.append(crossover(ratios))
+                found: Limit = crossover(ratios)
+                if found == _crossovers.NEVER and name != plain:
+                    found = TABLE[_crossovers.level()][plain, dtype.itemsize][gradients]
+                limits.append(found)
                 shown = " ".join(f"2^{size.bit_length() - 1}:{1 / each:.2f}" for size, each in ratios.items())
                 print(
                     f"{name} {dtype} {'with gradients' if gradients else 'forward'}: {limits[-1]}: {shown}",

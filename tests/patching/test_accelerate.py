@@ -242,7 +242,7 @@ def test_transforms_and_subclasses_are_left() -> None:
 @pytest.mark.skipif("cpu" not in BACKENDS, reason="the CPU kernels are not built")
 def test_small_calls_are_left_by_auto_and_taken_by_a_named_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("gelu_tanh", "rms_norm", "attention"):
-        monkeypatch.setitem(_crossovers.TABLE[_crossovers.level()], (name, 4), (1 << 15, 1 << 15))
+        monkeypatch.setitem(_crossovers.TABLE[_crossovers.level()], (f"{name} rerouted", 4), (1 << 15, 1 << 15))
     small, large = torch.randn(4, 16), torch.randn(256, 4096)
     for backend, computed in ((None, {None: 3, "cpu": 3}), ("auto", {None: 3, "cpu": 3}), ("cpu", {"cpu": 6})):
         with tk.accelerate(backend=backend) as block:

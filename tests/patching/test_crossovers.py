@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +20,8 @@ from tests.support.transformers_models import one_thread  # noqa: F401  # a fixt
 from transformer_kernels import huggingface
 from transformer_kernels.backends import cpu, dispatch
 from transformer_kernels.ops import _crossovers
-from transformer_kernels.patching import _rerouted, _rotary, _torch, _transformers
+from transformer_kernels.ops._crossover_table import REROUTED
+from transformer_kernels.patching import _rerouted, _rotary, _torch, _torch_calls, _transformers
 
 pytest.importorskip("transformers")
 
@@ -141,6 +144,16 @@ def test_the_tables_have_the_same_entries():
     assert len({frozenset(entries) for entries in _crossovers.TABLE.values()}) == 1
 
 
+def test_a_rerouted_call_has_a_size_of_its_own():
+    """What `accelerate` asks for; without an entry every size would be rerouted."""
+    source = inspect.getsource(_torch_calls)
+    names = {*re.findall(r'refusal\("(\w+)", backend', source), "gelu", "gelu_tanh"}
+    assert len(names) == 8 and source.count("refusal(") == 8
+    for entries in _crossovers.TABLE.values():
+        missing = [entry for entry in entries if entry[0] in names and (entry[0] + REROUTED, entry[1]) not in entries]
+        assert not missing
+
+
 def test_a_written_table_is_the_module():
     assert crossovers.written(_crossovers.TABLE) == Path(_crossovers.TABLE_FILE).read_text()
 
@@ -229,7 +242,7 @@ def test_the_first_example_of_accelerate_reroutes_on_every_processor():
     )
     assert "scaled_dot_product_attention(q, k, v, is_causal=True)" in lines[at + 1] and shape
     for column in _crossovers.TABLE:
-        assert not _crossovers.prefers_torch("attention", 2 * 4 * 128 * 128, 4, recorded=True, column=column)
+        assert not _crossovers.prefers_torch("attention" + REROUTED, 2 * 4 * 128 * 128, 4, recorded=True, column=column)
 
 
 @pytest.mark.parametrize("column", ["avx2", "avx512", "amx"])

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from transformer_kernels import ops
 from transformer_kernels.backends.dispatch import unavailable
+from transformer_kernels.ops._crossover_table import REROUTED
 from transformer_kernels.ops._crossovers import prefers_torch
 from transformer_kernels.ops._foreign import rejected
 from transformer_kernels.ops.attention import flex
@@ -50,7 +51,7 @@ def refusal(
     """Why a call of plain tensors that has an exact counterpart is not rerouted; a named backend always computes it.
 
     Args:
-        name: an operation of the table of crossovers.
+        name: an operation that the table of crossovers has as a rerouted one.
         elements: what decides there.
         dtype: in which it is computed.
         tensors: those that the call reads, the first of them never None.
@@ -67,7 +68,7 @@ def refusal(
         missing = all(unavailable(each, device) is not None for each in ("triton", "cuda"))
         return "no backend for CUDA tensors is available" if missing else None
     recorded = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors)
-    if prefers_torch(name, elements, dtype.itemsize, recorded=recorded, random=random):
+    if prefers_torch(name + REROUTED, elements, dtype.itemsize, recorded=recorded, random=random):
         return FASTER
     return "the CPU kernels are not available" if unavailable("cpu", device) is not None else None
 
