@@ -135,6 +135,13 @@ def linear_is_used_twice(y, head, targets):
 
 
 @trap
+def linear_and_each_option(y, head, targets):
+    options = ({"label_smoothing": 0.1}, {"ignore_index": 3}, {"reduction": "sum"}, {"reduction": "none"})
+    rows = targets.view(-1).clamp(min=0)
+    return tuple(F.cross_entropy(F.linear(y, head).view(-1, V), rows, **each) for each in options)
+
+
+@trap
 def linear_softcapped_by_another_number(y, head, targets):
     return F.cross_entropy(4.0 * torch.tanh(F.linear(y, head).view(-1, V) / 5.0), targets.view(-1))
 

@@ -60,8 +60,8 @@ def _replace(match: Match) -> Replacement | str:
     if not match.trains:
         return "without gradients the logits are not kept"
     tensors = [x, *(match.shape(bound[name]) for name in ("weight", "bias", "class_weight"))]
-    if not match.has_kernel(match.dtype) or logits.dtype is not match.dtype:
-        return "its dtype has no kernel, or the logits have another one than the loss"
+    if not match.has_kernel(match.dtype):
+        return "its dtype has no kernel"
     if any(each is not None and each.dtype is not match.dtype for each in tensors):
         return "the dtypes differ"
     if target.dtype is not torch.int64 or bound["reduction"] not in ("mean", "sum", "none"):
