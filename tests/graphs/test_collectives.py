@@ -23,6 +23,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as differentiable
 import transformer_kernels as tk
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
@@ -58,6 +60,15 @@ def into(x):
     return x + y[2:]
 
 
+def scattered(x, **options):
+    y, z = torch.cat([x, x + 1]), torch.empty(2)
+    work = dist.reduce_scatter_tensor(z, y, **options)
+    w = y * 3
+    if work is not None:
+        work.wait()
+    return z + w[:2]
+
+
 def exchanged(x):
     y, z = x * 2, torch.empty(2)
     work = [dist.isend(y, 1 - rank), dist.irecv(z, 1 - rank)]
@@ -77,6 +88,11 @@ functions = {
     "asynchronous": started,
     "gathered": gathered,
     "into": into,
+    "scattered": scattered,
+    "scattered, asynchronous": lambda x: scattered(x, async_op=True),
+    "scattered, functional": lambda x: (
+        functional.reduce_scatter_tensor(torch.cat([x, x + 1]), "sum", 0, dist.group.WORLD) + x
+    ),
     "exchanged": exchanged,
     "functional": lambda x: x + functional.wait_tensor(functional.all_reduce(x * 2, "sum", dist.group.WORLD)),
     "unfinished": unfinished,
@@ -108,6 +124,39 @@ def step(x):
 
 graphed, x = tk.graphed(step, optimizer), torch.ones(2, 4)
 report["flag"] = [[graphed(x).item() for _ in range(5)][-1], graphed(x * (1 + 100 * rank)).item()], [0.0, 1.0]
+
+
+def sharded():
+    torch.manual_seed(0)
+    blocks = [torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(2)]
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), *blocks, torch.nn.Linear(8, 3))
+    for each in (*blocks, model):
+        fully_shard(each, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return model, optimizer, step
+
+
+mesh = init_device_mesh("cpu", (count,))
+(model, optimizer, step), (own, _, eager) = sharded(), sharded()
+graphed, generator = tk.graphed(step, optimizer), torch.Generator().manual_seed(rank)
+found, expected = [], []
+for number in range(8):
+    x = torch.randn(5, 4, generator=generator)
+    found += [graphed(x).item(), *(each.to_local().sum().item() for each in model.parameters())]
+    expected += [eager(x).item(), *(each.to_local().sum().item() for each in own.parameters())]
+    if number % 2:  # between replays: gathers and frees
+        with torch.no_grad():
+            found.append(model(x).sum().item())
+            expected.append(own(x).sum().item())
+report["FSDP2"] = found, expected
 with open(f"{sys.argv[1]}.{rank}.json", "w") as file:
     json.dump(report, file)
 dist.barrier()
@@ -129,5 +178,5 @@ def reports(tmp_path_factory):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_replay_repeats_collectives(reports, rank):
-    assert len(reports[rank]) == 12
+    assert len(reports[rank]) == 16
     assert [name for name, (found, expected) in reports[rank].items() if found != expected] == []

@@ -430,7 +430,8 @@ def graphed(
 
     On a CPU, collectives (`torch.distributed`) and operators of other libraries are recorded as calls, since their
     schemas do not declare all effects. Memory that the function uses must stay: a function that frees or resizes
-    storages (FSDP2) is rejected. With several processes all of them must capture the same call.
+    storages is rejected, except FSDP2, whose gathered weights stay allocated from the first capture on. With several
+    processes all of them must capture the same call.
 
     Args:
         function: takes tensors of one device, and hashable constants, each of which has separate graphs, in any

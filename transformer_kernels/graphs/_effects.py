@@ -17,6 +17,9 @@ DECLARED = {"aten", "prims"}
 COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem"}
 """Namespaces of operators that may return before their results are complete."""
 
+COMPLETED_BY_WAITING = {"c10d::_reduce_scatter_base_", "c10d::reduce_scatter_tensor_coalesced_"}
+"""Operators whose handle copies the result when the caller waits, in gloo, from a buffer of that call."""
+
 ANNOTATIONS = {"profiler"}
 """Namespaces of operators that a replay need not repeat."""
 
@@ -56,6 +59,19 @@ def plain(values: Any) -> list[Tensor]:
         elif isinstance(each, Tensor):
             found.append(each)
     return found
+
+
+def completed(result: Any) -> Any:
+    """The result of a collective after waiting for it, with handles for which the caller need not wait."""
+    from torch._C._distributed_c10d import FakeWork
+
+    def waited(value: Any) -> Any:
+        if not (isinstance(value, torch.ScriptObject) and hasattr(value, "wait")):
+            return value
+        value.wait()
+        return FakeWork().boxed()  # type: ignore[attr-defined]
+
+    return pytree.tree_map(waited, result)
 
 
 class Repeated:

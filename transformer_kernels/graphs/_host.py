@@ -24,12 +24,15 @@ from transformer_kernels.backends.dispatch import OPERATIONS
 from transformer_kernels.graphs._effects import (
     ANNOTATIONS,
     COLLECTIVES,
+    COMPLETED_BY_WAITING,
     Repeated,
+    completed,
     host_result,
     is_declared,
     only_views,
     plain,
 )
+from transformer_kernels.graphs._fsdp import keep_gathered_weights
 from transformer_kernels.graphs._fusion import fused
 from transformer_kernels.graphs._memory import Held, Memory, address, change, extent, flat, identity, memory_of, tensors
 
@@ -109,7 +112,7 @@ class HostGraphs:
             RuntimeError: the work reads a value on the host, the shape of a result depends on values, or the recording
                 does not reproduce it. Its writes are undone.
         """
-        with _drawing:
+        with _drawing, keep_gathered_weights():
             return self._capture(work, inputs)
 
     def _capture(self, work: Work, inputs: Sequence[Tensor]) -> Work:
@@ -386,6 +389,8 @@ class Recording(TorchDispatchMode):
         self._remember(function, args, kwargs, every=True)
         given = tensors((args, kwargs))
         result = self._drawn(partial(function, *args, **kwargs))
+        if self._operation_name in COMPLETED_BY_WAITING:
+            result = completed(result)
         found, memory = plain(result), memory_of(given)
         is_collective = function.namespace in COLLECTIVES
         self.collective |= is_collective

@@ -129,8 +129,8 @@ def extent(storage: torch.UntypedStorage) -> tuple[int, int]:
 
 def moved(operation: str) -> str:
     return (
-        f"the memory that {operation} uses was freed or resized afterwards (UntypedStorage.resize_, as by FSDP2's"
-        " resharding); recordings need memory that stays"
+        f"the memory that {operation} uses was freed or resized afterwards (UntypedStorage.resize_); recordings need"
+        " memory that stays"
     )
 
 

@@ -80,6 +80,7 @@ class State:
         self._empty: list[Any] = []
         self._tables: list[Any] = []
         self._cells: list[CellType] = []
+        self._composed: dict[int, Tensor] = {}
         self._memory: dict[int, Tensor] = {}
         self._moments: dict[int, Tensor] = {}
         for name in GLOBAL_HOOKS:
@@ -118,6 +119,7 @@ class State:
         return f"{path} was replaced"
 
     def _identities(self) -> Iterator[Any]:
+        hooked = (*self._memory.values(), *self._composed.values()) if self._has_gradients else ()
         return chain(
             map(type, self._objects.values()),
             chain.from_iterable([get(table) for get, table in self._fields]),
@@ -125,7 +127,7 @@ class State:
             map(_cell_contents, self._cells),
             chain.from_iterable([map(get, names) for get, names in self._names]),
             chain.from_iterable(self._views),
-            chain.from_iterable(map(_hooks_of, self._memory.values() if self._has_gradients else ())),
+            chain.from_iterable(map(_hooks_of, hooked)),
             (END,),  # so that a missing or additional identity is a difference
         )
 
@@ -180,14 +182,20 @@ class State:
         hooks = [table for table in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks) if table]
         new = self._is_new(path, tensor)
         self.tensors[path] = tensor
+        parts = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
+        for name in parts:  # of a DTensor, which has no memory itself
+            self._reach(f"{path}.{name}", getattr(tensor, name))
         try:
-            memory = tensor.data_ptr(), tensor.stride()
+            memory = 0 if parts else tensor.data_ptr(), tensor.stride()
         except (RuntimeError, NotImplementedError):  # without storage: compared by identity
             return
         kept = [self._alive.setdefault(id(hook), hook) for table in hooks for hook in table.values()]
         self.tokens[path] = (memory, tensor.shape, tensor.dtype, tensor.requires_grad, *map(id, kept))
         if new:
             self._views += [table.values() for table in hooks]
+            if parts:
+                self._composed[id(tensor)] = tensor
+                return
             (self._moments if path.startswith("optimizer.state[") else self._memory)[id(tensor)] = tensor
 
     def _table(self, path: str, table: dict[str, Any]) -> None:
