@@ -272,9 +272,9 @@ def test_score_mods(name, masked):
     def exactly(query, key, value, **captured):
         return dense(query, key, value, mask, lambda scores: mod.dense(scores, *captured.values()))
 
-    excess = (
-        {"_bias": (0.0, 2.0)} if name in ("of keys", "of sums") else None
-    )  # as with attn_bias: kernels add its rows in turn
+    # Sums over positions of terms that cancel: of rows, which kernels add in turn as for attn_bias, or times distances.
+    beyond = {"of keys": "_bias", "of sums": "_bias", "alibi": "_slopes"}.get(name)
+    excess = None if beyond is None else {beyond: (0.0, 2.0)}
     check(ours, exactly, operands() | captured, excess)
     score_mod = mod.made(*captured.values())
     if mod.unknown is None:
