@@ -37,8 +37,9 @@ def seeded(*shape, seed=0):
 
 
 @pytest.fixture(autouse=True)
-def nothing_remembered():
+def nothing_remembered_and_several_blocks(monkeypatch):
     _mods._remembered.clear()
+    monkeypatch.setattr(flex, "SCORES_AT_ONCE", H * L * 30)
 
 
 # Masks, each as a mask_mod and as the tensor that it means, from positions i (L, 1) and j (L,)
@@ -178,6 +179,12 @@ MODS = {
                      lambda s, bias: s + bias[OFFSET][:, None]),
     "hidden": Mod({}, lambda: lambda s, b, h, i, j: torch.where(i >= j, s, -float("inf")),
                   lambda s: s.masked_fill(I < J, -math.inf)),
+    "hidden before": Mod({}, lambda: lambda s, b, h, i, j: torch.where(i < j, -float("inf"), s) + 1,
+                         lambda s: s.masked_fill(I < J, -math.inf) + 1),
+    "of sums": Mod({"bias": (L,)}, lambda bias: lambda s, b, h, i, j: (s + bias[j]) * 3 / 2 - 1,
+                   lambda s, bias: (s + bias) * 1.5 - 1),
+    "filled": Mod({}, lambda: lambda s, b, h, i, j: 2 * s.masked_fill(i - j > 9, -float("inf")),
+                  lambda s: 2 * s.masked_fill(I - J > 9, -math.inf)),
     "in place": Mod({"bias": (H,)}, in_place, lambda s, bias: 2 * s - bias[:, None, None] * (I == J)),
     "branches": Mod({"bias": (H,)}, lambda bias: lambda s, b, h, i, j: torch.where(i - j < 5, s + bias[h], -(1 - s)),
                     lambda s, bias: torch.where(I - J < 5, s + bias[:, None, None], s - 1)),
@@ -265,7 +272,9 @@ def test_score_mods(name, masked):
     def exactly(query, key, value, **captured):
         return dense(query, key, value, mask, lambda scores: mod.dense(scores, *captured.values()))
 
-    excess = {"_bias": (0.0, 2.0)} if name == "of keys" else None  # as with attn_bias: kernels add its rows in turn
+    # Sums over positions of terms that cancel: of rows, which kernels add in turn as for attn_bias, or times distances.
+    beyond = {"of keys": "_bias", "of sums": "_bias", "alibi": "_slopes"}.get(name)
+    excess = None if beyond is None else {beyond: (0.0, 2.0)}
     check(ours, exactly, operands() | captured, excess)
     score_mod = mod.made(*captured.values())
     if mod.unknown is None:
@@ -278,7 +287,6 @@ def test_score_mods(name, masked):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["temperatures", "relative", "of scores"])
 def test_16_bits(name, dtype):
-    """Scores stay float32: a temperature does not round the queries."""
     mod, (mask_mod, mask) = MODS[name], MASKS["causal"]
     captured = {f"_{k}": (0.2 * seeded(*shape)).requires_grad_() for k, shape in mod.captured.items()}
     tensors = operands(dtype=dtype)
@@ -291,6 +299,14 @@ def test_16_bits(name, dtype):
 
     check(ours, exactly, tensors | captured)
     assert ours(**tensors, **captured).dtype is dtype
+
+
+def test_a_temperature_does_not_round_queries():
+    q, k, v = (x.detach() for x in operands(dtype=torch.bfloat16).values())
+    factor = 1.0 + seeded(H).abs()
+    _, lse = tk.flex_attention(q, k, v, lambda s, b, h, i, j: s * factor[h], return_lse=True)
+    scores = q.double() @ k.double().mT / D**0.5 * factor[:, None, None]
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("queries", [L, 30, 1])
@@ -329,14 +345,14 @@ def test_log_sum_exp(name):
 
 def test_blocks_without_a_mask_mod_hide_what_they_lack_and_show_what_is_full():
     partial, full = torch.eye(6, dtype=torch.int32), torch.zeros(6, 6, dtype=torch.int32)
-    full[3, 1] = 1
+    full[1, 3] = 1
     blocks = [
         (x.sum(-1, dtype=torch.int32)[None, None], x.argsort(-1, descending=True).int()[None, None])
         for x in (partial, full)
     ]
     made = theirs.BlockMask.from_kv_blocks(*blocks[0], *blocks[1], 16, lambda b, h, i, j: i >= j, (L, L))
     at, other = I // 16, J // 16
-    mask = ((at == other) & below(I, J)) | ((at == 3) & (other == 1))
+    mask = ((at == other) & below(I, J)) | ((at == 1) & (other == 3))
     check(lambda **x: tk.flex_attention(**x, block_mask=made), lambda **x: dense(**x, mask=mask), operands())
 
 
@@ -442,10 +458,11 @@ def test_a_mask_made_in_inference_mode_serves_training():
 def test_alibi_is_computed_from_slopes():
     """Where the mask hides the keys after a query, the sign of their distance does not matter."""
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0])
-    causal = MASKS["causal"][1]
+    causal, dilated = MASKS["causal"][1], MASKS["dilated window"][1]
     for score_mod, mask, known in (
         (lambda s, b, h, i, j: s + slopes[h] * (j - i), causal, True),
         (lambda s, b, h, i, j: s + slopes[h] * (j - i), None, False),
+        (lambda s, b, h, i, j: s + slopes[h] * (j - i), dilated, False),
         (lambda s, b, h, i, j: s - slopes[h] * (j - i).abs(), None, True),
         (lambda s, b, h, i, j: s - slopes[h] * (j - i).abs() * (j > 0), None, False),
         (lambda s, b, h, i, j: torch.where(i >= j, s + slopes[h] * (j - i), -math.inf), None, True),
@@ -457,9 +474,25 @@ def test_alibi_is_computed_from_slopes():
         assert effect.slopes is None or torch.equal(effect.slopes, slopes)
 
 
-def test_blocks_keep_no_scores(monkeypatch):
+def test_blocks_have_their_positions():
+    """And rows that see no key."""
+    factor, (mask_mod, mask) = 0.2 * seeded(B, H, L, L), MASKS["offset"]
+    made = block_mask(mask_mod)
+    tensors = operands() | {"factor": factor.requires_grad_()}
+
+    hidden = torch.tensor([-math.inf] * 3 + [0.0] * (L - 3))
+
+    def ours(query, key, value, factor):
+        return tk.flex_attention(query, key, value, lambda s, b, h, i, j: s * factor[b, h, i, j] + hidden[i], made)
+
+    def exactly(query, key, value, factor):
+        return dense(query, key, value, mask, lambda s: s * factor + hidden[:, None])
+
+    check(ours, exactly, tensors)
+
+
+def test_blocks_keep_no_scores():
     """Of another score_mod, whose blocks are computed anew in backward."""
-    monkeypatch.setattr(flex, "SCORES_AT_ONCE", H * L * 10)
     shapes = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: (shapes.append(x.shape), x)[1], lambda x: x):
         out = tk.flex_attention(*operands().values(), MODS["of scores"].made(seeded(H).requires_grad_()))
@@ -531,8 +564,9 @@ def test_double_backward():
 
 def test_transforms_and_compilation_are_refused():
     tensors = [x.detach() for x in operands().values()]
-    with pytest.raises(RuntimeError, match="vmap"):
-        torch.vmap(tk.flex_attention)(*(x.unsqueeze(0) for x in tensors))
+    for score_mod in (MODS["of scores"].made(seeded(H)), None):
+        with pytest.raises(RuntimeError, match="attention: vmap and the transforms"):
+            torch.vmap(lambda *x, mod=score_mod: tk.flex_attention(*x, mod))(*(x.unsqueeze(0) for x in tensors))
     with pytest.raises(Exception, match=r"flex_attention: torch.compile is not supported"):
         torch.compile(lambda *x: tk.flex_attention(*x), fullgraph=True, backend="eager")(*tensors)
 
