@@ -62,14 +62,34 @@ def test_right_kernels_are_within_the_budget(op, dtype, backend, device):
 @pytest.mark.parametrize("backend", FAST)
 @pytest.mark.parametrize("op", sorted(EXAMPLES))
 def test_parts_of_calls(op, backend, device, monkeypatch):
-    """Sampled: the first call is checked whole, later ones by their rows where they have some; nothing is beyond."""
+    """Rows of a call, and a linear layer's columns, are within the budget as the whole is."""
     require(op, backend, device, torch.float32)
     monkeypatch.setattr(certificates, "WHOLE", 10**9)
+    monkeypatch.setattr(certificates, "SMALL", 0)
     monkeypatch.setattr(certificates.Certificate, "_is_due", lambda self, tally: True)
     with tk.certify() as certificate:
-        for _ in range(3):
-            passes(op, backend)
+        for _ in range(4):
+            passes(op, backend, rows=64)
     assert certificate.beyond == 0 and not certificate.unchecked, str(certificate)
+
+
+@pytest.mark.parametrize("named", ["x", "weight"])
+def test_parts_of_a_linear_layer_see_its_gradients(named, device, monkeypatch):
+    """Rows see the gradient of x, columns those of weight and bias; a wrong one is found although neither is whole."""
+    require("linear", "cpu", device, torch.float32)
+    monkeypatch.setattr(certificates, "SMALL", 0)
+    monkeypatch.setattr(certificates.Certificate, "_is_due", lambda self, tally: True)
+
+    def spoil(x):
+        if x.shape == ((64, 64) if named == "x" else (19, 64)):
+            x.mul_(1.01)
+
+    monkeypatch.setattr(Faulty, "_spoilt", spoilt_each(spoil))
+    plant(monkeypatch, "linear", "backward", spoil)
+    with tk.certify() as certificate:
+        for _ in range(8):
+            passes("linear", "cpu", rows=64)
+    assert {finding.what for finding in certificate.findings} == {f"gradient of {named}"}
 
 
 def training(recorded, dtype=torch.float32):
@@ -202,6 +222,17 @@ class Faulty(Kernels):
             else:
                 self.spoil(max((x for x in tensors if x is not None), key=lambda x: float(x.abs().max())))
         return results
+
+
+def spoilt_each(spoil):
+    def _spoilt(self, direction, results):
+        if direction == self.direction:
+            for x in results:
+                if x is not None:
+                    spoil(x)
+        return results
+
+    return _spoilt
 
 
 def scaled(x):
