@@ -109,7 +109,7 @@ class Certificate:
 
     def __post_init__(self) -> None:
         self._random, self._skip = random.Random(0), 0
-        self._layers, self._began = Layers(), 0.0
+        self._layers, self._began, self._was_forward = Layers(), 0.0, True
         self._weights: dict[int, tuple[int, int]] = {}  # version and sum of bits by address, from forward to backward
 
     @property
@@ -205,7 +205,11 @@ class Certificate:
         name = f"{observed.operation.name} {observed.direction}"
         tally = self.operations.setdefault(name, Tally())
         tally.calls += 1
-        if observed.direction == "forward" and observed.operation.name in LOSSES and self.non_finite is None:
+        is_forward = observed.direction == "forward"
+        if is_forward and not self._was_forward:  # the next step, whose optimizer may write without a new version
+            self._weights.clear()
+        self._was_forward = is_forward
+        if is_forward and observed.operation.name in LOSSES and self.non_finite is None:
             self._find_non_finite(observed, layer)
         if not self._is_due(tally):
             return
@@ -231,6 +235,8 @@ class Certificate:
             self._find_non_finite(whole, layer)
         observed = whole if self.share >= 1.0 else self._sampled(whole)
         found = check(observed)
+        if observed is not whole and not all(share <= 1.0 for _, _, share in found):
+            found = check(whole)  # the budget is that of a whole tensor, whose largest elements a part may lack
         found += self._compare_weights(whole)
         for name, errors, share in found:
             tally.samples += 1
