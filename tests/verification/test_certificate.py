@@ -62,14 +62,52 @@ def test_right_kernels_are_within_the_budget(op, dtype, backend, device):
 @pytest.mark.parametrize("backend", FAST)
 @pytest.mark.parametrize("op", sorted(EXAMPLES))
 def test_parts_of_calls(op, backend, device, monkeypatch):
-    """Sampled: the first call is checked whole, later ones by their rows where they have some; nothing is beyond."""
+    """Rows of a call, and a linear layer's columns, are within the budget as the whole is."""
     require(op, backend, device, torch.float32)
     monkeypatch.setattr(certificates, "WHOLE", 10**9)
+    monkeypatch.setattr(certificates, "SMALL", 0)
     monkeypatch.setattr(certificates.Certificate, "_is_due", lambda self, tally: True)
     with tk.certify() as certificate:
-        for _ in range(3):
-            passes(op, backend)
+        for _ in range(4):
+            passes(op, backend, rows=64)
     assert certificate.beyond == 0 and not certificate.unchecked, str(certificate)
+
+
+@pytest.mark.parametrize("named", ["x", "weight"])
+def test_parts_of_a_linear_layer_see_its_gradients(named, device, monkeypatch):
+    """Rows see the gradient of x, columns those of weight and bias; a wrong one is found although neither is whole."""
+    require("linear", "cpu", device, torch.float32)
+    monkeypatch.setattr(certificates, "SMALL", 0)
+    monkeypatch.setattr(certificates.Certificate, "_is_due", lambda self, tally: True)
+
+    def spoil(x):
+        if x.shape == ((64, 64) if named == "x" else (19, 64)):
+            x.mul_(1.01)
+
+    monkeypatch.setattr(Faulty, "_spoilt", spoilt_each(spoil))
+    plant(monkeypatch, "linear", "backward", spoil)
+    with tk.certify() as certificate:
+        for _ in range(8):
+            passes("linear", "cpu", rows=64)
+    assert {finding.what for finding in certificate.findings} == {f"gradient of {named}"}
+
+
+def test_a_part_beyond_its_budget_is_confirmed_by_the_whole(monkeypatch):
+    """Errors of small rows may exceed what their own size allows, and are within the budget of the tensor."""
+    monkeypatch.setattr(certificates, "SMALL", 0)
+    monkeypatch.setattr(certificates, "WHOLE", 10**9)
+    checked, check = [], certificates.check
+
+    def of_parts(observed):
+        checked.append(observed.call.x.shape[0])
+        found = check(observed)
+        return found if checked[-1] == 64 else [each._replace(share=2.0) for each in found]
+
+    monkeypatch.setattr(certificates, "check", of_parts)
+    with tk.certify() as certificate:
+        passes("rms_norm", "torch", rows=64)
+    assert checked == [4, 64, 4, 64] or checked == [4, 64, 64], checked
+    assert certificate.beyond == 0 and 0.0 < certificate.largest_share < 1.0
 
 
 def training(recorded, dtype=torch.float32):
@@ -204,6 +242,17 @@ class Faulty(Kernels):
         return results
 
 
+def spoilt_each(spoil):
+    def _spoilt(self, direction, results):
+        if direction == self.direction:
+            for x in results:
+                if x is not None:
+                    spoil(x)
+        return results
+
+    return _spoilt
+
+
 def scaled(x):
     x.mul_(1.01)
 
@@ -282,6 +331,21 @@ def test_a_flipped_bit_in_a_weight_is_located(bit, device):
         loss.backward()
     changed = [finding for finding in certificate.findings if "changed in memory" in finding.what]
     assert [(finding.operation, finding.layer) for finding in changed] == [("layer_norm", "1")]
+
+
+def test_an_optimizer_that_writes_by_address_is_no_fault(device):
+    """After a forward pass whose backward pass was not checked."""
+    require("layer_norm", "cpu", device, torch.float32)
+    torch.manual_seed(0)
+    model = tk.nn.LayerNorm(64, backend="cpu")
+    with tk.certify(share=1.0) as certificate:
+        for checked in (False, True):
+            loss = model(torch.randn(8, 64)).sum()
+            certificate._is_due = lambda tally, checked=checked: checked
+            loss.backward()
+            model.weight.detach().numpy()[:] *= 0.5  # past PyTorch's count of writes
+            certificate._is_due = lambda tally: tally is certificate.operations["layer_norm backward"]
+    assert certificate.beyond == 0, str(certificate)
 
 
 class Step(torch.nn.Module):

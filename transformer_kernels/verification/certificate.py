@@ -34,7 +34,9 @@ SHARE = 0.03
 SKIPPED = 64
 """At most so many calls pass before the next one that may be checked: its position in a step is random."""
 WHOLE = 4
-"""One in so many checks is of all rows, and of the gradients that sum over them."""
+"""One in so many checks of large passes is of all rows, and of the gradients that sum over them."""
+SMALL = 1 << 16
+"""Elements of a result below which every check is of all rows."""
 MAX_FINDINGS = 20
 NO_ERRORS = Errors(0.0, 0.0, 0.0, 0.0, 0.0)
 LOSSES = ("cross_entropy", "linear_cross_entropy")
@@ -107,7 +109,7 @@ class Certificate:
 
     def __post_init__(self) -> None:
         self._random, self._skip = random.Random(0), 0
-        self._layers, self._began = Layers(), 0.0
+        self._layers, self._began, self._was_forward = Layers(), 0.0, True
         self._weights: dict[int, tuple[int, int]] = {}  # version and sum of bits by address, from forward to backward
 
     @property
@@ -203,7 +205,11 @@ class Certificate:
         name = f"{observed.operation.name} {observed.direction}"
         tally = self.operations.setdefault(name, Tally())
         tally.calls += 1
-        if observed.direction == "forward" and observed.operation.name in LOSSES and self.non_finite is None:
+        is_forward = observed.direction == "forward"
+        if is_forward and not self._was_forward:  # the next step, whose optimizer may write without a new version
+            self._weights.clear()
+        self._was_forward = is_forward
+        if is_forward and observed.operation.name in LOSSES and self.non_finite is None:
             self._find_non_finite(observed, layer)
         if not self._is_due(tally):
             return
@@ -227,10 +233,10 @@ class Certificate:
     def _check(self, whole: Observed, backend: str, layer: str, tally: Tally) -> None:
         if self.non_finite is None:
             self._find_non_finite(whole, layer)
-        observed = whole
-        if tally.samples and self.share < 1.0 and self._random.randrange(WHOLE):
-            observed = self._part(whole) or whole
+        observed = whole if self.share >= 1.0 else self._sampled(whole)
         found = check(observed)
+        if observed is not whole and not all(share <= 1.0 for _, _, share in found):
+            found = check(whole)  # the budget is that of a whole tensor, whose largest elements a part may lack
         found += self._compare_weights(whole)
         for name, errors, share in found:
             tally.samples += 1
@@ -260,17 +266,26 @@ class Certificate:
                 changed.append(Checked("a weight changed in memory after forward", NO_ERRORS, torch.inf))
         return changed
 
-    def _part(self, observed: Observed) -> Observed | None:
-        """Some rows; the first ones where dropout counts them."""
-        named = list(observed.named())
-        length = max((x.shape[0] for _, x, _ in named if x.dim() > 1), default=0)
-        if length < 2:
-            return None
+    def _sampled(self, whole: Observed) -> Observed:
+        """Some rows of a large pass, the first ones where dropout counts them; of a linear layer also some columns."""
+        named = list(whole.named())
+        largest = max((x for _, x, _ in named if x.dim() > 1), key=Tensor.numel, default=None)
+        if largest is None or largest.numel() < SMALL:
+            return whole
+        layer = whole.operation.name == "linear"
+        if layer and self._random.randrange(2):
+            return whole.columns(*self._range(whole.call.weight.shape[0]))
+        if not layer and not self._random.randrange(WHOLE):
+            return whole
+        drops = getattr(whole.call, "seed", None) is not None
+        start, stop = self._range(largest.shape[0])
+        part = whole.part(*(0, stop - start) if drops else (start, stop))
+        return part if part is not None and any(True for _ in part.named()) else whole
+
+    def _range(self, length: int) -> tuple[int, int]:
         size = max(1, length // PARTS)
-        drops = getattr(observed.call, "seed", None) is not None
-        start = 0 if drops else self._random.randrange(length - size + 1)
-        part = observed.part(start, start + size)
-        return part if part is not None and any(True for _ in part.named()) else None
+        start = self._random.randrange(length - size + 1)
+        return start, start + size
 
     def _find_non_finite(self, observed: Observed, layer: str) -> None:
         came_out = [x for _, x, _ in observed.named()]
@@ -357,10 +372,10 @@ def certify(file: str | os.PathLike[str] | None = None, *, share: float = SHARE)
     """Check the operations of this package in a run while it goes on: `with tk.certify() as certificate:`.
 
     The first call of each operation, forward and backward, and then others at random positions are recomputed in
-    float64 by the backend "torch" and held against the error budget of this package's tests (docs/numbers.md). One in
-    four checks is of all rows, the others are of a sixteenth. Calls that "auto" leaves to PyTorch's own function are
-    not checked. Within the block a recorded step (`graphed`) is captured anew; a replay is checked as an eager step is,
-    except on a GPU, where a graph runs no Python: there only the eager steps are.
+    float64 by the backend "torch" and held against the error budget of this package's tests (docs/numbers.md). Of large
+    tensors most checks are of a sixteenth of the rows, or of a linear layer's columns. Calls that "auto" leaves to
+    PyTorch's own function are not checked. Within the block a recorded step (`graphed`) is captured anew; a replay is
+    checked as an eager step is, except on a GPU, where a graph runs no Python: there only the eager steps are.
 
     One block at a time, in one process; results, seeds and random numbers are those of a run without it.
 

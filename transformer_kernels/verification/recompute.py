@@ -102,6 +102,19 @@ class Observed(NamedTuple):
         grads = None if self.grads is None else tuple(map(cut, self.grads))
         return Observed(operation, call._replace(**fields), result, grads, self.wanted, gradients)
 
+    def columns(self, start: int, stop: int) -> Observed:
+        """The pass of these columns of a linear layer's output: all that its weight's gradient sums over."""
+        call, columns = self.call, slice(start, stop)
+        bias = None if call.bias is None else call.bias[columns]
+        call = call._replace(weight=call.weight[columns].contiguous(), bias=bias)
+        result = type(self.result)(*(None if each is None else each[..., columns] for each in self.result))
+        grads, gradients = self.grads, self.gradients
+        if grads is not None:
+            grads = grads[0][..., columns].contiguous(), *grads[1:]
+            rows = [None if each is None else each[columns] for each in gradients[1:]]
+            gradients = [None, *rows]
+        return self._replace(call=call, result=result, grads=grads, gradients=gradients)
+
     def recomputed(self, change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """What comes out of the backend "torch" with every tensor changed, by name."""
 
