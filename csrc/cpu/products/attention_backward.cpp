@@ -367,14 +367,20 @@ void add_bias_gradient(const AttentionCall& call, const Keys& keys, const QueryB
     for (int64_t row = 0; row < rows; row += WIDTH) {
       transpose_square(tile.gradients + row * SIZE + lane, SIZE, 1.f, square, WIDTH);
       const int64_t some = smaller(WIDTH, rows - row), used = smaller(WIDTH, block.lanes.count - lane);
-      for (int64_t i = 0; i < used; ++i) {
-        float* to = dbias + (sizes[2] > 1 ? block.lanes.query[lane + i] * columns : 0);
+      const bool joined = sizes[2] == 1;  // all queries have one row: the sums of a square make the long sum accurate
+      for (int64_t i = 1; joined && i < used; ++i) store(square, load(square) + load(square + i * WIDTH));
+      for (int64_t i = 0; i < (joined ? 1 : used); ++i) {
+        float* to = dbias + (joined ? 0 : block.lanes.query[lane + i] * columns);
+        const float* from = square + i * WIDTH;
         if (dense && some == WIDTH) {
           to += keys.first + key + row;
-          store(to, load(to) + load(square + i * WIDTH));
+          store(to, load(to) + load(from));
+        } else if (columns > 1) {
+          for (int64_t j = 0; j < some; ++j) to[row_of_key(keys, key + row + j)] += from[j];
         } else {
-          for (int64_t j = 0; j < some; ++j)
-            to[columns > 1 ? row_of_key(keys, key + row + j) : 0] += square[i * WIDTH + j];
+          float sum = 0.f;
+          for (int64_t j = 0; j < some; ++j) sum += from[j];
+          *to += sum;
         }
       }
     }
