@@ -199,3 +199,9 @@ def rotated_half_is_returned(q, half_cos, half_sin):
     cos, sin = torch.cat((half_cos,) * 2, -1), torch.cat((half_sin,) * 2, -1)
     r = _rotated(q)
     return q * cos + r * sin, r
+
+
+@trap
+def halves_of_the_table_agree_in_one_column(q, cos, sin):
+    first, second = (torch.cat((table[:, : D // 2], table[:, :1], table[:, D // 2 + 1 :]), -1) for table in (cos, sin))
+    return q * first + torch.cat((-q[..., D // 2 :], q[..., : D // 2]), -1) * second
