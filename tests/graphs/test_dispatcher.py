@@ -224,7 +224,16 @@ def drawn(count, seed):
     return random.Random(seed).sample(known, min(count, len(known)))
 
 
-REFUSED = {"_quantized::wrapped_fbgemm_pack_gemm_matrix_fp16.default"}  # it returns a handle of packed memory
+REFUSED = {
+    "_quantized::wrapped_fbgemm_pack_gemm_matrix_fp16.default",  # returns a handle of packed memory
+    "aten::fbgemm_linear_quantize_weight.default",  # returns numbers
+    "aten::_convert_indices_from_csr_to_coo.default",  # leaves memory unwritten for such indices
+    "aten::unsqueeze_.default",  # each call adds a dimension to the argument
+}
+"""Operators that are refused because their replay computes other values."""
+
+IGNORE_OUT = {f"aten::linalg_matrix_rank.atol_rtol_{kind}_out" for kind in ("float", "tensor")}
+"""Operators by which PyTorch does not write to `out` while any dispatch mode is active."""
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(10_000, marks=pytest.mark.slow)])
@@ -232,5 +241,5 @@ def test_no_operator_of_the_dispatcher_is_omitted(count, tmp_path):
     outcomes = walk(drawn(count, 5), tmp_path)
     kinds = Counter(each.partition(":")[0] for each in outcomes.values())
     missed = ("omitted", "refused: its replay computes other values")
-    assert {name for name, each in outcomes.items() if each.startswith(missed)} <= REFUSED
+    assert {name for name, each in outcomes.items() if each.startswith(missed)} <= REFUSED | IGNORE_OUT
     assert kinds["replayed"] > 0.2 * len(outcomes), kinds
