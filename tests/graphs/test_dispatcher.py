@@ -152,7 +152,7 @@ def walked(name, seed, say):
 
     torch.manual_seed(1)
     try:
-        replay = HostGraphs().capture(work)
+        replay = HostGraphs().capture(work, tensors_of(own))
         replay()
     except Exception as error:
         return f"refused: {str(error).partition(chr(10))[0][:150]}"
@@ -225,12 +225,24 @@ def drawn(count, seed):
 
 
 REFUSED = {
-    "_quantized::wrapped_fbgemm_pack_gemm_matrix_fp16.default",  # returns a handle of packed memory
-    "aten::fbgemm_linear_quantize_weight.default",  # returns numbers
-    "aten::_convert_indices_from_csr_to_coo.default",  # leaves memory unwritten for such indices
-    "aten::unsqueeze_.default",  # each call adds a dimension to the argument
+    "_quantized::wrapped_fbgemm_pack_gemm_matrix_fp16.default",
+    "aten::_compute_linear_combination.default",
+    "aten::_convert_indices_from_csr_to_coo.default",
+    "aten::_make_dep_token.default",
+    "aten::_shape_as_tensor.default",
+    "aten::_sobol_engine_draw.default",
+    "aten::_weight_norm_interface.default",
+    "aten::_weight_norm_interface.out",
+    "aten::_weight_norm_interface_backward.out",
+    "aten::choose_qparams_optimized.default",
+    "aten::fbgemm_linear_quantize_weight.default",
+    "aten::lift.out",
+    "aten::swapaxes_.default",
+    "aten::unsqueeze_.default",
+    "c10d::allgather_into_tensor_coalesced_.default",
 }
-"""Operators that are refused because their replay computes other values."""
+"""Operators that are refused because their replay computes other values: they read memory on the host, return handles,
+numbers or unwritten memory, or give their argument another shape in each call."""
 
 IGNORE_OUT = {f"aten::linalg_matrix_rank.atol_rtol_{kind}_out" for kind in ("float", "tensor")}
 """Operators by which PyTorch does not write to `out` while any dispatch mode is active."""
