@@ -152,7 +152,7 @@ def walked(name, seed, say):
 
     torch.manual_seed(1)
     try:
-        replay = HostGraphs().capture(work)
+        replay = HostGraphs().capture(work, tensors_of(own))
         replay()
     except Exception as error:
         return f"refused: {str(error).partition(chr(10))[0][:150]}"
@@ -224,7 +224,28 @@ def drawn(count, seed):
     return random.Random(seed).sample(known, min(count, len(known)))
 
 
-REFUSED = {"_quantized::wrapped_fbgemm_pack_gemm_matrix_fp16.default"}  # it returns a handle of packed memory
+REFUSED = {
+    "_quantized::wrapped_fbgemm_pack_gemm_matrix_fp16.default",
+    "aten::_compute_linear_combination.default",
+    "aten::_convert_indices_from_csr_to_coo.default",
+    "aten::_make_dep_token.default",
+    "aten::_shape_as_tensor.default",
+    "aten::_sobol_engine_draw.default",
+    "aten::_weight_norm_interface.default",
+    "aten::_weight_norm_interface.out",
+    "aten::_weight_norm_interface_backward.out",
+    "aten::choose_qparams_optimized.default",
+    "aten::fbgemm_linear_quantize_weight.default",
+    "aten::lift.out",
+    "aten::swapaxes_.default",
+    "aten::unsqueeze_.default",
+    "c10d::allgather_into_tensor_coalesced_.default",
+}
+"""Operators that are refused because their replay computes other values: they read memory on the host, return handles,
+numbers or unwritten memory, or give their argument another shape in each call."""
+
+IGNORE_OUT = {f"aten::linalg_matrix_rank.atol_rtol_{kind}_out" for kind in ("float", "tensor")}
+"""Operators by which PyTorch does not write to `out` while any dispatch mode is active."""
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(10_000, marks=pytest.mark.slow)])
@@ -232,5 +253,5 @@ def test_no_operator_of_the_dispatcher_is_omitted(count, tmp_path):
     outcomes = walk(drawn(count, 5), tmp_path)
     kinds = Counter(each.partition(":")[0] for each in outcomes.values())
     missed = ("omitted", "refused: its replay computes other values")
-    assert {name for name, each in outcomes.items() if each.startswith(missed)} <= REFUSED
+    assert {name for name, each in outcomes.items() if each.startswith(missed)} <= REFUSED | IGNORE_OUT
     assert kinds["replayed"] > 0.2 * len(outcomes), kinds

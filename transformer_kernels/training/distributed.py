@@ -255,7 +255,8 @@ class StopRequest:
 
     def __exit__(self, *error: object) -> None:
         for signum, handler in self._handlers.items():
-            if not (self._signum and self._processes.count > 1 and signum == signal.SIGTERM):
+            ended = self._signum or error[0] is not None  # the launcher sends SIGTERM when another process has ended
+            if not (ended and self._processes.count > 1 and signum == signal.SIGTERM):
                 signal.signal(signum, handler)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
