@@ -94,7 +94,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name = type(error).__name__
         if not getattr(error, "reported", False):  # by another process of the run
             text = f"{'' if name == 'Interrupted' else 'error: '}{_message(error)}"
-            shown = "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)
+            shown = "".join(
+                character if character.isprintable() or character == "\n" else ascii(character)[1:-1]
+                for character in text
+            )
             print(f"transformer-kernels: {shown}", file=sys.stderr)  # a path may have a terminal's escape sequences
         return 128 + error.signum if hasattr(error, "signum") else 1
 
@@ -589,10 +592,10 @@ def _translate(chosen: argparse.Namespace) -> None:
     if chosen.alignments and len(texts) > 1:
         raise ValueError(f"--alignments draws one sentence; got {len(texts)}")
     translated = trained.recipe.translate(trained, texts, search)
-    for each in translated:
-        print(each.translation)
-        if each.unseen:
-            print(f"characters not in the training vocabulary: {each.unseen}", file=sys.stderr)
+    for translation in translated:
+        print(translation.translation)
+        if translation.unseen:
+            print(f"characters not in the training vocabulary: {translation.unseen}", file=sys.stderr)
     if chosen.alignments:
         from transformer_kernels.visualization.alignments import draw_alignment
 

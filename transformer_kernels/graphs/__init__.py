@@ -167,10 +167,10 @@ class Graphed:
     def _checked_graphs(self, leaves: list[Any]) -> Graphs:
         """The implementation; raises ValueError for arguments that no graph supports."""
         arguments = _tensors_among(leaves)
-        devices = {each.device for each in (*arguments, *self._parameters())}
+        devices = {argument.device for argument in (*arguments, *self._parameters())}
         if len(devices) != 1:
             raise ValueError(f"graphed: tensors must be on one device; got {sorted(map(str, devices))}")
-        if any(each.requires_grad for each in arguments):
+        if any(argument.requires_grad for argument in arguments):
             raise ValueError("graphed: an argument requires gradients, which cannot leave a graph; detach it")
         if self._graphs is None:
             self._graphs = graphs_on(devices.pop())
@@ -194,13 +194,13 @@ class Graphed:
 
     def _parameters(self) -> list[Tensor]:
         groups = [] if self._optimizer is None else self._optimizer.param_groups
-        return [each for group in groups for each in group["params"]]
+        return [parameter for group in groups for parameter in group["params"]]
 
     def _prepare_rates(self) -> None:
         """Copy learning rates into the tensors that graphs read; a rate that is already a tensor is kept."""
         if self._optimizer is None:
             return
-        if any(each.grad is not None for each in self._parameters()):
+        if any(parameter.grad is not None for parameter in self._parameters()):
             raise ValueError("graphed: a parameter has a gradient before the step; accumulate within the step")
         for number, group in enumerate(self._optimizer.param_groups):
             given, rate = group["lr"], self._rates.get(number)
@@ -263,9 +263,9 @@ class Graphed:
 
         def work() -> Any:
             nonlocal written
-            versions = [each._version for each in _tensors_among(kept)]
+            versions = [tensor._version for tensor in _tensors_among(kept)]
             result = self._work(*args, **kwargs)
-            if versions != [each._version for each in _tensors_among(kept)]:
+            if versions != [tensor._version for tensor in _tensors_among(kept)]:
                 raise RuntimeError("it writes to an argument")
             written = _written(before, self._state(leaves), graphs)
             return result
@@ -333,7 +333,9 @@ def _line_of(trace: TracebackType | None) -> str:
 
 def _surroundings() -> Hashable:
     """Settings of PyTorch and of this package that are constant in a graph."""
-    autocast = tuple((torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in ("cpu", "cuda"))
+    autocast = tuple(
+        (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
+    )
     try:
         precision = torch.get_float32_matmul_precision()
     except RuntimeError:  # torch.backends' fp32_precision was set instead
@@ -350,7 +352,7 @@ def _fixed(leaf: Any) -> Hashable:
 
 
 def _tensors_among(leaves: list[Any]) -> list[Tensor]:
-    return [each for each in leaves if isinstance(each, Tensor)]
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 @contextmanager
@@ -360,7 +362,9 @@ def _capturing(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
     On a GPU the optimizer is marked as capturable: a fused one is, but PyTorch checks the flag.
     """
     groups = [] if optimizer is None else optimizer.param_groups
-    groups = [group for group in groups if "capturable" in group and any(each.is_cuda for each in group["params"])]
+    groups = [
+        group for group in groups if "capturable" in group and any(parameter.is_cuda for parameter in group["params"])
+    ]
     before = [group["capturable"] for group in groups]
     with _capture_lock:
         for group in groups:
@@ -382,9 +386,9 @@ def _checked(result: Any) -> Any:
     Raises:
         TypeError: part of it is neither a tensor nor None.
     """
-    for each in pytree.tree_leaves(result):
-        if not isinstance(each, Tensor | None):
-            name = type(each).__name__
+    for leaf in pytree.tree_leaves(result):
+        if not isinstance(leaf, Tensor | None):
+            name = type(leaf).__name__
             remedy = "; a cache of keys and values cannot be replayed: pass use_cache=False" if "Cache" in name else ""
             raise TypeError(f"graphed: the function must return tensors; got {name}{remedy}")
     return pytree.tree_map(lambda each: None if each is None else each.detach(), result)

@@ -40,8 +40,8 @@ class CudaGraphs:
     def run(self, work: Work) -> Any:
         with self.side_stream():
             result = work()
-        for each in tensors(result):
-            each.record_stream(torch.cuda.current_stream(self._device))
+        for tensor in tensors(result):
+            tensor.record_stream(torch.cuda.current_stream(self._device))
         return result
 
     def on_host(self, function: Callable[..., None]) -> Callable[..., None]:

@@ -46,18 +46,18 @@ def only_views(function: Any) -> bool:
 
 def host_result(function: Any) -> str:
     """The type of a result that is neither a tensor nor the handle of a collective; empty if there is none."""
-    kinds = [str(each.type) for each in function._schema.returns]
+    kinds = [str(returned.type) for returned in function._schema.returns]
     return next((kind for kind in kinds if "Tensor" not in kind and not kind.endswith(".c10d.Work")), "")
 
 
 def plain(values: Any) -> list[Tensor]:
     """The tensors in a nesting of lists, tuples and dicts; for a tensor subclass the tensors that it consists of."""
     found = []
-    for each in pytree.tree_leaves(values):
-        if isinstance(each, Tensor) and hasattr(each, "__tensor_flatten__"):
-            found += plain([getattr(each, name) for name in each.__tensor_flatten__()[0]])
-        elif isinstance(each, Tensor):
-            found.append(each)
+    for leaf in pytree.tree_leaves(values):
+        if isinstance(leaf, Tensor) and hasattr(leaf, "__tensor_flatten__"):
+            found += plain([getattr(leaf, name) for name in leaf.__tensor_flatten__()[0]])
+        elif isinstance(leaf, Tensor):
+            found.append(leaf)
     return found
 
 
@@ -100,9 +100,9 @@ class Repeated:
         """
         result, self._result = self._result, None
         found = plain(result)
-        for each in [] if waited else pytree.tree_leaves(result):
-            if isinstance(each, torch.ScriptObject) and hasattr(each, "wait"):
-                each.wait()
+        for tensor in [] if waited else pytree.tree_leaves(result):
+            if isinstance(tensor, torch.ScriptObject) and hasattr(tensor, "wait"):
+                tensor.wait()
         for old, new in zip(self._kept, found, strict=True):
             if self._function.namespace in COLLECTIVES:
                 torch.ops._c10d_functional.wait_tensor(new)

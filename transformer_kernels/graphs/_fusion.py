@@ -51,7 +51,7 @@ class _Calls:
         if not isinstance(function, partial) or function.func is not torch.ops.aten.add.out:
             return
         total, scale = function.keywords["out"], function.keywords.get("alpha", 1)
-        if scale != 1 or not all(_is_plain(each, total) for each in terms) or total.dtype is not torch.float32:
+        if scale != 1 or not all(_is_plain(term, total) for term in terms) or total.dtype is not torch.float32:
             return
         for dx, residual in (terms, terms[::-1]):
             if residual.dtype is torch.float32 and self._replaced(number, dx, residual, total):
@@ -71,7 +71,7 @@ class _Calls:
         kernel, arguments = self.calls[made]
         if arguments.dx != dx.data_ptr() or arguments.dtype != cpu.DTYPE_CODES[dx.dtype]:
             return False
-        later = [each for each in range(made, number) if each not in between]
+        later = [index for index in range(made, number) if index not in between]
         if any(_mentions(self.calls[each], tensor) for each in later for tensor in (residual, total)):
             return False
         fused_arguments = arguments._replace(dx=0, residual=residual.data_ptr(), sum=total.data_ptr())
@@ -91,7 +91,7 @@ class _Calls:
         if end is None and not self._is_free(tensor):
             return None
         life = range(first, len(self.calls) if end is None else end)
-        users = [each for each in life if each not in self.gone and _mentions(self.calls[each], tensor)]
+        users = [number for number in life if number not in self.gone and _mentions(self.calls[number], tensor)]
         return users[0] if len(users) == 2 and users[1] == reader else None
 
 
@@ -113,10 +113,10 @@ def _mentions(call: Call, tensor: Tensor) -> bool:
         return True  # it may refer to tensors that are not among its arguments
     storage = tensor.untyped_storage()
     begin, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-    for each in pytree.tree_leaves((bound, own, arguments)):
-        if isinstance(each, Tensor):
-            if each.untyped_storage().data_ptr() == begin:
+    for leaf in pytree.tree_leaves((bound, own, arguments)):
+        if isinstance(leaf, Tensor):
+            if leaf.untyped_storage().data_ptr() == begin:
                 return True
-        elif isinstance(each, int) and begin <= each < end:
+        elif isinstance(leaf, int) and begin <= leaf < end:
             return True
     return False

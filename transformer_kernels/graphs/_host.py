@@ -165,14 +165,14 @@ class HostGraphs:
         If the work does not accept the changed values, it is recorded on its own. Not if it calls collectives: other
         processes may have accepted theirs, and must call as many.
         """
-        values = [each.clone() for each in inputs]
+        values = [tensor.clone() for tensor in inputs]
         changed = [*inputs, *(tensor for tensor, _ in before.values())]
         recording = Recording(self._memory, before)
 
         def restore() -> None:
             recording.undo()
-            for each, value in zip(inputs, values, strict=True):
-                each.copy_(value)
+            for tensor, value in zip(inputs, values, strict=True):
+                tensor.copy_(value)
 
         self._values_are_changed = True
         try:
@@ -267,9 +267,9 @@ class Recording(TorchDispatchMode):
         self.held.check()
         self._memory.check()
         self.held.keep(lambda tensor: tensor not in self._memory)
-        for each in tensors(result):
-            if hasattr(each, "__tensor_flatten__"):
-                raise RuntimeError(f"it returns a {type(each).__name__}; return its local tensor")
+        for operand in tensors(result):
+            if hasattr(operand, "__tensor_flatten__"):
+                raise RuntimeError(f"it returns a {type(operand).__name__}; return its local tensor")
 
     def fuse(self) -> None:
         """Fuse calls; results are unchanged."""
@@ -295,7 +295,7 @@ class Recording(TorchDispatchMode):
         """The outcome of the run that was recorded, which returned `result`."""
         written = [tensor.clone() for tensor, _ in self.before.values()]
         states = [generator.get_state() for generator in self._random] if self.draws else []
-        return Outcome([each.clone() for each in tensors(result)], written, states)
+        return Outcome([tensor.clone() for tensor in tensors(result)], written, states)
 
     def validate(self, result: Any, expected: Outcome) -> None:
         """Replay the work once from the initial state, on poisoned memory.
@@ -315,7 +315,7 @@ class Recording(TorchDispatchMode):
             raise RuntimeError(f"its recording cannot be replayed: {error}") from error
         finally:
             self._is_validated = False
-        if not all(map(torch.equal, expected.states, [each.get_state() for each in self._random])):
+        if not all(map(torch.equal, expected.states, [generator.get_state() for generator in self._random])):
             raise RuntimeError(
                 "its replay draws other random numbers: during a capture that draws some, no other thread may draw from"
                 " the same generator, and the function must not seed it"
@@ -338,7 +338,7 @@ class Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(hasattr(each, "__tensor_flatten__") for each in types):
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # the subclass calls operators on the tensors that it consists of
         self._operation_name = function._schema.name
         if self._pending:
@@ -394,9 +394,9 @@ class Recording(TorchDispatchMode):
         found, memory = plain(result), memory_of(given)
         is_collective = function.namespace in COLLECTIVES
         self.collective |= is_collective
-        new: list[Tensor | None] = [None if identity(each) in memory else each for each in found]
+        new: list[Tensor | None] = [None if identity(tensor) in memory else tensor for tensor in found]
         if not is_collective:
-            new = [each if each is None else self._placed(each) for each in new]
+            new = [tensor if tensor is None else self._placed(tensor) for tensor in new]
         self.fixed.difference_update(map(address, found))
         call = Repeated(function, self._aliases(args), self._aliases(kwargs), result, self._aliases(new))
         self.calls.append((call.start, ()))
@@ -426,9 +426,9 @@ class Recording(TorchDispatchMode):
         """The function's result; notes whether it draws random numbers."""
         if self.draws:
             return function()
-        before = [each.get_state() for each in self._random]
+        before = [generator.get_state() for generator in self._random]
         result = function()
-        self.draws = not all(map(torch.equal, before, [each.get_state() for each in self._random]))
+        self.draws = not all(map(torch.equal, before, [generator.get_state() for generator in self._random]))
         return result
 
     def _remember(self, function: Any, args: Any, kwargs: Any, *, every: bool = False) -> None:
@@ -445,11 +445,11 @@ class Recording(TorchDispatchMode):
         for index, argument in enumerate(function._schema.arguments):
             if not every and (argument.alias_info is None or not argument.alias_info.is_write):
                 continue
-            for each in tensors(args[index] if index < len(args) else kwargs.get(argument.name)):
-                storage = each.untyped_storage()
+            for tensor in tensors(args[index] if index < len(args) else kwargs.get(argument.name)):
+                storage = tensor.untyped_storage()
                 self.fixed.discard(storage.data_ptr())
-                if each not in self._memory and storage.data_ptr() not in self.before:
-                    whole = flat(storage, each.dtype)
+                if tensor not in self._memory and storage.data_ptr() not in self.before:
+                    whole = flat(storage, tensor.dtype)
                     self.before[storage.data_ptr()] = whole, whole.clone()
 
     def _operation(self, name: str, arguments: tuple[Any, ...]) -> Any:
@@ -464,14 +464,14 @@ class Recording(TorchDispatchMode):
             outputs = operation.compute(*arguments)
             if isinstance(outputs, Tensor):
                 return outputs
-            return tuple(each.detach() for each in outputs)  # autograd requires a new tensor for each
+            return tuple(output.detach() for output in outputs)  # autograd requires a new tensor for each
 
     def _note(self, function: Any, args: Any, kwargs: Any, written: list[Tensor]) -> None:
         """Record a call that recomputes the results in place."""
         memory = memory_of((args, kwargs))
-        for each in written:
-            if identity(each) not in memory:
-                self._placed(each)
+        for tensor in written:
+            if identity(tensor) not in memory:
+                self._placed(tensor)
         name, results = function._schema.name, self._aliases(written)
         if name in ZEROS or name in ONES:
             self.calls.append((results[0].fill_, (int(name in ONES),)))
@@ -560,18 +560,20 @@ def in_one_piece(function: Callable[..., None], *arguments: Any) -> None:
 def _depends_on_values(function: Any, args: Any) -> bool:
     """Whether an operator's host result, or the shape of its result, depends on values of tensors."""
     if function._schema.name == "aten::index":  # only for a boolean index
-        return any(each.dtype in (torch.bool, torch.uint8) for each in tensors(args[1]))
+        return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in tensors(args[1]))
     return not REFUSED_TAGS.isdisjoint(function.tags)
 
 
 def _into(function: Any, results: int) -> tuple[Any, list[str]] | None:
     """The `out` overload of an operator, and the names of its output arguments."""
-    wanted = [(each.name, str(each.type)) for each in function._schema.arguments]
+    wanted = [(argument.name, str(argument.type)) for argument in function._schema.arguments]
     for name in function.overloadpacket.overloads():
         overload = getattr(function.overloadpacket, name)
         arguments = overload._schema.arguments
-        names = [each.name for each in arguments if each.is_out]
-        if len(names) == results and wanted == [(each.name, str(each.type)) for each in arguments if not each.is_out]:
+        names = [argument.name for argument in arguments if argument.is_out]
+        if len(names) == results and wanted == [
+            (argument.name, str(argument.type)) for argument in arguments if not argument.is_out
+        ]:
             return overload, names
     return None
 

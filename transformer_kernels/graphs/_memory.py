@@ -37,7 +37,7 @@ class Memory:
         if own.nbytes() == 0 or tensor in self:
             return tensor
         storages = self._by_size[own.nbytes()]
-        free = next((each for each in reversed(storages) if self.is_free(each)), own)
+        free = next((storage for storage in reversed(storages) if self.is_free(storage)), own)
         if free is own:
             self._addresses.add(own.data_ptr())
         else:
@@ -50,7 +50,9 @@ class Memory:
     def check(self) -> None:
         """Raise RuntimeError if a storage has been freed, resized or moved, after forgetting it."""
         for size, storages in self._by_size.items():
-            intact = [each for each in storages if each.nbytes() == size and each.data_ptr() in self._addresses]
+            intact = [
+                storage for storage in storages if storage.nbytes() == size and storage.data_ptr() in self._addresses
+            ]
             if len(intact) < len(storages):
                 storages[:] = intact
                 raise RuntimeError(moved("a kernel"))
@@ -59,8 +61,12 @@ class Memory:
         """Forget storages that are kept, but not by recordings; returns their addresses."""
         kept: set[int] = set()
         for storages in self._by_size.values():
-            kept.update(each.data_ptr() for each in storages if not self.is_free(each) and not self._references(each))
-            storages[:] = [each for each in storages if each.data_ptr() not in kept]
+            kept.update(
+                storage.data_ptr()
+                for storage in storages
+                if not self.is_free(storage) and not self._references(storage)
+            )
+            storages[:] = [storage for storage in storages if storage.data_ptr() not in kept]
         self._addresses -= kept
         return kept
 
@@ -107,10 +113,10 @@ class Held:
 
     def keep(self, is_outside: Callable[[Tensor], bool]) -> None:
         """Forget storages, except those outside of the memory of recordings, which each replay checks."""
-        outside = [each for each in self._tensors.values() if is_outside(each[0])]
+        outside = [entry for entry in self._tensors.values() if is_outside(entry[0])]
         self._tensors.clear()
         self._outside = [tensor.untyped_storage() for tensor, *_ in outside]
-        self._addresses, self._sizes = [each[1][0] for each in outside], [each[1][1] for each in outside]
+        self._addresses, self._sizes = [entry[1][0] for entry in outside], [entry[1][1] for entry in outside]
         self._operations = [operation for *_, operation in outside]
 
     def check_before_replay(self) -> None:
@@ -136,7 +142,7 @@ def moved(operation: str) -> str:
 
 def tensors(values: Any) -> list[Tensor]:
     """The tensors in a nesting of lists, tuples and dicts."""
-    return [each for each in pytree.tree_leaves(values) if isinstance(each, Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def identity(tensor: Tensor) -> int:
@@ -163,7 +169,7 @@ def change(values: Sequence[Tensor]) -> None:
     """Change floating-point values, in each process differently, so that signs and upper bounds remain."""
     process = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     generator = torch.Generator().manual_seed(process)
-    for each in values:
-        if each.dtype in FLOATS:
-            factor = torch.empty_like(each).uniform_(0.5, 1.0, generator=generator)
-            each.copy_(torch.where(each == 0, factor / 128, each * factor))
+    for value in values:
+        if value.dtype in FLOATS:
+            factor = torch.empty_like(value).uniform_(0.5, 1.0, generator=generator)
+            value.copy_(torch.where(value == 0, factor / 128, value * factor))

@@ -69,7 +69,7 @@ class State:
         self.written: tuple[str, ...] = ()
         self._alive: dict[int, Any] = {}  # keeps identities from being reused
         self._visited: set[Any] = set()
-        self._files = {_file(each) for each in roots.values()}
+        self._files = {_file(value) for value in roots.values()}
         # What is compared before each replay
         self._has_gradients = optimizer is not None
         self._objects: dict[int, Any] = {}
@@ -114,7 +114,7 @@ class State:
         before, after = self.tokens.get(path), now.tokens.get(path)
         if before is None or after is None:
             return f"{path} was {'added' if before is None else 'removed'}"
-        if all(isinstance(each, tuple) and isinstance(each[0], type) for each in (before, after)):
+        if all(isinstance(value, tuple) and isinstance(value[0], type) for value in (before, after)):
             return f"{path} was {before[1]} and is {after[1]}"
         return f"{path} was replaced"
 
@@ -218,14 +218,14 @@ class State:
             return
         self._watch(value)
         if isinstance(value, set | frozenset):
-            self._alive.update((id(each), each) for each in value)
+            self._alive.update((id(item), item) for item in value)
             self.tokens[path] = frozenset(map(id, value))
             return
         if isinstance(value, dict) and value:
             self._views.append(value)
-        for number, each in enumerate(list(value.items() if isinstance(value, dict) else value)):
-            key, each = each if isinstance(value, dict) else (number, each)
-            self._reach(f"{path}[{key!r}]" if type(key) in SIMPLE else f"{path}[{number}]", each)
+        for number, item in enumerate(list(value.items() if isinstance(value, dict) else value)):
+            key, item = item if isinstance(value, dict) else (number, item)
+            self._reach(f"{path}[{key!r}]" if type(key) in SIMPLE else f"{path}[{number}]", item)
 
     def _module(self, path: str, module: nn.Module, names: Sequence[str]) -> None:
         if self._is_new(path, module):
@@ -267,16 +267,16 @@ class State:
 
     def _method(self, path: str, owner: Any, name: str, *rest: str) -> None:
         """Add class attributes of a name, following the user's methods, including those called through `super()`."""
-        for each in (owner if isinstance(owner, type) else type(owner)).__mro__[:-1]:
-            if each is nn.Module:
+        for kind in (owner if isinstance(owner, type) else type(owner)).__mro__[:-1]:
+            if kind is nn.Module:
                 return
-            self._alive[id(each)] = each
-            self._look_up(each, vars(each), name)
-            if name not in vars(each):
+            self._alive[id(kind)] = kind
+            self._look_up(kind, vars(kind), name)
+            if name not in vars(kind):
                 continue
-            found = vars(each)[name]
+            found = vars(kind)[name]
             found = getattr(found, "__func__", None) or getattr(found, "fget", None) or found
-            self._reach(f"{path}.{each.__name__}.{name}", found, rest)
+            self._reach(f"{path}.{kind.__name__}.{name}", found, rest)
             if isinstance(found, FunctionType):
                 self._follow(found, owner, path)
 
@@ -309,7 +309,7 @@ class State:
         self._functions[id(function)] = function
         parts = _code_of(function)
         self.tokens[f"{path}.{function.__qualname__}"] = tuple(map(id, parts))
-        self._alive.update((id(each), each) for each in parts)
+        self._alive.update((id(item), item) for item in parts)
         self._watch(function.__kwdefaults__)
         known: dict[str, tuple[str, Any]] = {}
         positional = code.co_varnames[: code.co_argcount]

@@ -67,7 +67,7 @@ def refusal(
     if device.type == "cuda":
         missing = all(unavailable(each, device) is not None for each in ("triton", "cuda"))
         return "no backend for CUDA tensors is available" if missing else None
-    recorded = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors)
+    recorded = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
     if prefers_torch(name + REROUTED, elements, dtype.itemsize, recorded=recorded, random=random):
         return FASTER
     return "the CPU kernels are not available" if unavailable("cpu", device) is not None else None
@@ -117,7 +117,7 @@ def layer_norm(
         return reason
     if not fits_last_axis(input, normalized_shape) or weight.shape != input.shape[-1:] or not eps > 0.0:
         return "more than the last axis is normalised"
-    if any(each is not None and each.dtype is not input.dtype for each in (weight, bias)):
+    if any(tensor is not None and tensor.dtype is not input.dtype for tensor in (weight, bias)):
         return "the dtypes differ"
     if input.is_cuda and is_autocast(input):
         return AUTOCAST

@@ -238,7 +238,7 @@ def load_trained(
     """
     folder = checkpoint_folder(folder)
     checkpoint = load_checkpoint(folder)
-    allowed = [recipe] if recipe else [name for name, each in recipes().items() if each.supports(command)]
+    allowed = [recipe] if recipe else [name for name, known in recipes().items() if known.supports(command)]
     name = checkpoint.config.recipe
     if name not in allowed:
         raise CheckpointError(f"{folder}: expected a model of {' or '.join(allowed)}, found one of {name}")

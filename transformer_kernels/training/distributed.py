@@ -169,7 +169,7 @@ def launch(count: int, arguments: Sequence[str]) -> int:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         ended = f"status {failure.exitcode}" if failure.exitcode > 0 else signal.Signals(-failure.exitcode).name
-        if failure.exitcode not in (1, *(128 + each for each in SIGNALS)):  # the process has said why
+        if failure.exitcode not in (1, *(128 + number for number in SIGNALS)):  # the process has said why
             print(f"transformer-kernels: error: process {rank} ended with {ended}", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     return 0
@@ -240,7 +240,7 @@ class StopRequest:
 
     def agree(self, seconds: float) -> float:
         """Set `agreed` to the signal that any process has received; returns the first process's seconds."""
-        received = [float(self.signum == each) for each in SIGNALS]
+        received = [float(self.signum == number) for number in SIGNALS]
         *received, seconds = self._processes.sum([*received, seconds if self._processes.first else 0.0])
         for signum, count in zip(SIGNALS, received, strict=True):
             if count:
@@ -261,6 +261,6 @@ class StopRequest:
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         self._signum = signum
-        for each in self._handlers:
-            again = signal.SIG_IGN if self._processes.count > 1 and each == signal.SIGTERM else signal.SIG_DFL
-            signal.signal(each, again)
+        for number in self._handlers:
+            again = signal.SIG_IGN if self._processes.count > 1 and number == signal.SIGTERM else signal.SIG_DFL
+            signal.signal(number, again)

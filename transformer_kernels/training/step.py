@@ -131,7 +131,7 @@ class TrainingStep:
         self.exchange = exchange
         self.loss, self.optimizer, self.scaler = loss, optimizer, scaler
         self.dtype, self.clip, self.check = dtype, clip, check
-        self.parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def __call__(self, *parts: Batch) -> Tensor:
         """Train on a batch, given in parts; returns loss and gradient norm (0 where it is not computed), float32 (2,).
@@ -193,7 +193,9 @@ class TrainingStep:
         elif not self.clip:
             self.optimizer.step()
         else:
-            norm = nn.utils.get_total_norm([each.grad for each in self.parameters if each.grad is not None])
+            norm = nn.utils.get_total_norm(
+                [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+            )
             self.check("gradient norm", norm)
             self._step_divided(norm)
         return norm

@@ -32,4 +32,4 @@ def main(backend: str, device: torch.device, path: Path, cases: list[Case]) -> N
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], torch.device(sys.argv[2]), Path(sys.argv[3]), [Case(**each) for each in json.load(sys.stdin)])
+    main(sys.argv[1], torch.device(sys.argv[2]), Path(sys.argv[3]), [Case(**fields) for fields in json.load(sys.stdin)])

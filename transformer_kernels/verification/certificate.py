@@ -146,7 +146,7 @@ class Certificate:
             "operations": {name: asdict(tally) for name, tally in sorted(self.operations.items())},
             "layers": dict(sorted(self.layers.items())),
             "unchecked": self.unchecked,
-            "findings": [asdict(each) for each in self.findings],
+            "findings": [asdict(finding) for finding in self.findings],
             "non_finite": None if self.non_finite is None else asdict(self.non_finite),
             "seconds": self.seconds,
             "checking": self.checking,

@@ -133,7 +133,7 @@ def compare(model: nn.Module, batch: Any, *, loss: Loss | None = None) -> Compar
     ours, computed_by, around = _on_kernels(model)
     plain = _on_torch(model)
     exact = copy.deepcopy(plain).double()
-    device = next((each.device.type for each in model.parameters()), "cpu")
+    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
     got = _run(ours, batch, loss, around)
     with use_backend("torch"):
         eager = _run(plain, batch, loss, nullcontext())
@@ -164,9 +164,9 @@ def compare(model: nn.Module, batch: Any, *, loss: Loss | None = None) -> Compar
 def _on_kernels(model: nn.Module) -> tuple[nn.Module, str, AbstractContextManager[Any]]:
     """A copy that runs on these kernels, how, and the context in which it does."""
     ours = copy.deepcopy(model)
-    if any(isinstance(each, Patched) for each in ours.modules()):
+    if any(isinstance(module, Patched) for module in ours.modules()):
         return ours, "the patched model", nullcontext()
-    if any(_backend_attribute(each) for each in ours.modules()):
+    if any(_backend_attribute(module) for module in ours.modules()):
         return ours, "the model's own calls", nullcontext()
     report = patch(ours)
     if report.patched:
@@ -219,12 +219,12 @@ def _run(model: nn.Module, batch: Any, loss: Loss | None, around: AbstractContex
     def keep(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, result: Any) -> None:
             if (output := _first(result)) is not None:
-                calls = sum(each.partition("#")[0] == name for each in outputs)
+                calls = sum(key.partition("#")[0] == name for key in outputs)
                 outputs[f"{name}#{calls + 1}" if calls else name] = output.detach().clone()
 
         return hook
 
-    hooks = [each.register_forward_hook(keep(name or THE_MODEL)) for name, each in model.named_modules()]
+    hooks = [part.register_forward_hook(keep(name or THE_MODEL)) for name, part in model.named_modules()]
     model.eval().zero_grad()
     with torch.random.fork_rng(), torch.enable_grad(), around:
         torch.manual_seed(0)
@@ -237,7 +237,9 @@ def _run(model: nn.Module, batch: Any, loss: Loss | None, around: AbstractContex
         hook.remove()
     return {
         "output": outputs,
-        "gradient": {name: each.grad for name, each in model.named_parameters() if each.grad is not None},
+        "gradient": {
+            name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+        },
     }
 
 

@@ -39,13 +39,13 @@ class Layers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for each in self._hooks:
-            each.remove()
+        for hook in self._hooks:
+            hook.remove()
 
     def name(self, model: nn.Module) -> None:
         """Name the modules of a model by their paths in it, also where one of them is called alone."""
         self._model = model  # alive, so that its ids are
-        self._named |= {id(each): path for path, each in model.named_modules() if path}
+        self._named |= {id(module): path for path, module in model.named_modules() if path}
 
     def current(self) -> tuple[str, bool]:
         """The path of the module, "" where none runs, and whether this is the backward pass."""
@@ -61,7 +61,7 @@ class Layers:
         if not self._running:
             if module not in self._known:
                 name = type(module).__name__
-                self._known[module] = {id(each): path or name for path, each in module.named_modules()}
+                self._known[module] = {id(layer): path or name for path, layer in module.named_modules()}
             self._paths = self._known[module]
         path = self._named.get(id(module)) or self._paths.get(id(module), type(module).__name__)
         self._running.append(path)

@@ -97,19 +97,19 @@ class _Finder(TorchDispatchMode):
 def _worst(values: Any) -> int:
     """NAN if there is one, INFINITE with an infinity, else FINITE."""
     worst = FINITE
-    for each in pytree.tree_leaves(values):
-        if isinstance(each, float) and not math.isfinite(each):
-            worst = max(worst, NAN if math.isnan(each) else INFINITE)
-        elif isinstance(each, Tensor) and each.is_floating_point() and not bool(torch.isfinite(each).all()):
-            worst = max(worst, NAN if bool(torch.isnan(each).any()) else INFINITE)
+    for leaf in pytree.tree_leaves(values):
+        if isinstance(leaf, float) and not math.isfinite(leaf):
+            worst = max(worst, NAN if math.isnan(leaf) else INFINITE)
+        elif isinstance(leaf, Tensor) and leaf.is_floating_point() and not bool(torch.isfinite(leaf).all()):
+            worst = max(worst, NAN if bool(torch.isnan(leaf).any()) else INFINITE)
     return worst
 
 
 def _row(result: Any) -> tuple[int, ...]:
     """The index of the first non-finite value, NaN before infinities, in all axes but the last."""
-    tensors = [each for each in pytree.tree_leaves(result) if isinstance(each, Tensor) and each.is_floating_point()]
+    tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     for unusual in (torch.isnan, lambda x: ~torch.isfinite(x)):
-        for each in tensors:
-            if bool((found := unusual(each)).any()):
-                return tuple(torch.nonzero(found)[0].tolist()[: max(each.dim() - 1, 0)])
+        for tensor in tensors:
+            if bool((found := unusual(tensor)).any()):
+                return tuple(torch.nonzero(found)[0].tolist()[: max(tensor.dim() - 1, 0)])
     return ()

@@ -68,7 +68,7 @@ class Observed(NamedTuple):
 
     def tensors(self) -> list[Tensor]:
         """What went in, of floating point."""
-        return [each for each in pytree.tree_leaves((self.call, self.grads)) if _is_floating(each)]
+        return [leaf for leaf in pytree.tree_leaves((self.call, self.grads)) if _is_floating(leaf)]
 
     def part(self, start: int, stop: int) -> Observed | None:
         """The pass of these indices of the first axis; None if it cannot be divided."""
@@ -111,7 +111,7 @@ class Observed(NamedTuple):
         grads, gradients = self.grads, self.gradients
         if grads is not None:
             grads = grads[0][..., columns].contiguous(), *grads[1:]
-            rows = [None if each is None else each[columns] for each in gradients[1:]]
+            rows = [None if gradient is None else gradient[columns] for gradient in gradients[1:]]
             gradients = [None, *rows]
         return self._replace(call=call, result=result, grads=grads, gradients=gradients)
 

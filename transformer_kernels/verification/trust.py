@@ -112,7 +112,7 @@ def distrusted(op: str, backend: str, call: Any) -> str | None:
     device = call[0].device
     if backend == "torch" or device.type not in DEVICES or os.environ.get(VARIABLE) == "0":
         return None
-    dtype = next(each.dtype for each in call if isinstance(each, torch.Tensor) and each.is_floating_point())
+    dtype = next(value.dtype for value in call if isinstance(value, torch.Tensor) and value.is_floating_point())
     key = op, backend, dtype, device
     if key not in _known:
         _known[key] = _judge(op, backend, NAMES[dtype], device)
@@ -120,7 +120,7 @@ def distrusted(op: str, backend: str, call: Any) -> str | None:
 
 
 def _judge(op: str, backend: str, dtype: str, device: torch.device) -> str | None:
-    found = [each for each in recorded(backend, device) if (each.op, each.dtype) == (op, dtype)]
+    found = [verdict for verdict in recorded(backend, device) if (verdict.op, verdict.dtype) == (op, dtype)]
     reason = None
     if not found:
         try:
@@ -130,7 +130,7 @@ def _judge(op: str, backend: str, dtype: str, device: torch.device) -> str | Non
             reason = None if found else f"its smoke cases could not be run: {error}"
     if not found and reason is None:
         reason = f"its smoke cases had no result within {SECONDS:.0f} s"
-    if (bad := next((each for each in found if each.outcome in BAD), None)) is not None:
+    if (bad := next((verdict for verdict in found if verdict.outcome in BAD), None)) is not None:
         reason = f"verification on this device: {bad.case}, {bad.direction}: {bad.outcome}: {bad.why}"
     if reason is not None:
         warnings.warn(

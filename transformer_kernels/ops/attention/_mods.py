@@ -183,7 +183,7 @@ def _key(value: Any, references: References, callers: list[Any]) -> Any:
 
 def _names(code: types.CodeType) -> set[str]:
     """The names that a function may look up in its module."""
-    inner = (_names(each) for each in code.co_consts if isinstance(each, types.CodeType))
+    inner = (_names(const) for const in code.co_consts if isinstance(const, types.CodeType))
     return set(code.co_names).union(*inner)
 
 

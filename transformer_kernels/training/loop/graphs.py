@@ -154,6 +154,6 @@ class Prefetcher:
         if self._stream is not None:
             current: Any = torch.cuda.current_stream(self._stream.device)
             current.wait_stream(self._stream)
-            for each in tensors([(part.inputs, part.targets) for part in parts]):
-                each.record_stream(current)
+            for tensor in tensors([(part.inputs, part.targets) for part in parts]):
+                tensor.record_stream(current)
         return parts

@@ -38,9 +38,9 @@ def orthogonalised(matrices: Tensor) -> Tensor:
     gram /= largest
     first, *others = COEFFICIENTS
     polynomial = product = _polynomial(gram, *first)
-    for each in others:
+    for other in others:
         gram = torch.bmm(torch.bmm(polynomial, gram), polynomial)
-        polynomial = _polynomial(gram, *each)
+        polynomial = _polynomial(gram, *other)
         product = torch.bmm(polynomial, product)
     x = torch.bmm(product * largest.rsqrt(), x)
     return x.mT if tall else x
@@ -82,8 +82,8 @@ class Muon(torch.optim.AdamW):
         super().__init__(params, **options, fused=True)
         self.momentum, self.products = momentum, products
         self.shapes: dict[torch.Size, list[Tensor]] = defaultdict(list)
-        for each in matrices:
-            self.shapes[each.shape].append(each)
+        for matrix in matrices:
+            self.shapes[matrix.shape].append(matrix)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         torch.optim.Optimizer.__setstate__(self, state)  # AdamW's reads the step of each parameter
@@ -91,27 +91,27 @@ class Muon(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Update the matrices, then all other parameters with AdamW."""
-        matrices = [each for shape in self.shapes.values() for each in shape if each.grad is not None]
-        gradients = [each.grad for each in matrices]
+        matrices = [matrix for shape in self.shapes.values() for matrix in shape if matrix.grad is not None]
+        gradients = [m.grad for m in matrices]
         for shape in self.shapes.values():
-            self._update([each for each in shape if each.grad is not None])
-        for each in matrices:
-            each.grad = None
+            self._update([matrix for matrix in shape if matrix.grad is not None])
+        for matrix in matrices:
+            matrix.grad = None
         try:
             return super().step(closure)
         finally:
-            for each, gradient in zip(matrices, gradients, strict=True):
-                each.grad = gradient
+            for matrix, gradient in zip(matrices, gradients, strict=True):
+                matrix.grad = gradient
 
     def _update(self, matrices: list[Tensor]) -> None:
         """Update matrices of one shape."""
         if not matrices:
             return
         group, scale = self.param_groups[0], getattr(self, "grad_scale", None)
-        gradients = [each.grad for each in matrices if each.grad is not None]
+        gradients = [m.grad for m in matrices if m.grad is not None]
         if scale is not None:
             torch._foreach_div_(gradients, scale)  # in place, as by the fused AdamW
-        momenta = [self._momentum(each) for each in matrices]
+        momenta = [self._momentum(m) for m in matrices]
         torch._foreach_lerp_(momenta, gradients, 1 - self.momentum)
         mixed = torch.empty(len(matrices), *matrices[0].shape, dtype=self.products, device=matrices[0].device)
         for gradient, momentum, each in zip(gradients, momenta, mixed, strict=True):  # divided by 1 - mu

@@ -48,8 +48,11 @@ def make_optimizer(
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
-        {"params": [each for each in parameters if each.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [each for each in parameters if each.dim() < 2], "weight_decay": 0.0},
+        {
+            "params": [parameter for parameter in parameters if parameter.dim() >= 2],
+            "weight_decay": config.weight_decay,
+        },
+        {"params": [parameter for parameter in parameters if parameter.dim() < 2], "weight_decay": 0.0},
     ]
     rate = torch.tensor(config.lr, dtype=torch.float32, device=device)
     fused = device.type in ("cpu", "cuda")
@@ -179,7 +182,9 @@ class SparseEmbeddingAdamW(torch.optim.AdamW):
             tensor.index_copy_(0, tokens, updated)
 
     def _group(self) -> dict[str, Any]:
-        return next(group for group in self.param_groups if any(each is self.embedding for each in group["params"]))
+        return next(
+            group for group in self.param_groups if any(parameter is self.embedding for parameter in group["params"])
+        )
 
     def _state(self) -> dict[str, Tensor]:
         """The embedding's state, with AdamW's names and shapes, so that checkpoints are interchangeable."""
