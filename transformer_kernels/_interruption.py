@@ -117,7 +117,7 @@ def _watch(reader: int) -> None:
             received.append(signal.SIGTERM)
             if launcher.seconds_lost > 0.75 * limit():
                 _end_with("the launcher has ended or is stopped, and this process waits for it", signal.SIGTERM)
-        for signum in [each for each in received if each in SIGNALS and signal.getsignal(each) is _end]:
+        for signum in [number for number in received if number in SIGNALS and signal.getsignal(number) is _end]:
             _end(signum)
 
 

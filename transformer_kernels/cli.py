@@ -592,10 +592,10 @@ def _translate(chosen: argparse.Namespace) -> None:
     if chosen.alignments and len(texts) > 1:
         raise ValueError(f"--alignments draws one sentence; got {len(texts)}")
     translated = trained.recipe.translate(trained, texts, search)
-    for translation in translated:
-        print(translation.translation)
-        if translation.unseen:
-            print(f"characters not in the training vocabulary: {translation.unseen}", file=sys.stderr)
+    for result in translated:
+        print(result.translation)
+        if result.unseen:
+            print(f"characters not in the training vocabulary: {result.unseen}", file=sys.stderr)
     if chosen.alignments:
         from transformer_kernels.visualization.alignments import draw_alignment
 

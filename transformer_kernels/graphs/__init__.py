@@ -50,7 +50,7 @@ __all__ = [
 
 WARM_UP_CALLS = 3
 GRAPH_LIMIT = 8
-FRAMES_OF_OURS = tuple(str(Path(each).parent) for each in (torch.__file__, Path(__file__).parent))
+FRAMES_OF_OURS = tuple(str(Path(path).parent) for path in (torch.__file__, Path(__file__).parent))
 WARN_AT = 2  # graphs of one shape dropped before their first replay
 
 _thread = threading.local()
@@ -162,7 +162,7 @@ class Graphed:
             if graph is None:
                 self._eager_calls[key] += 1
                 return graphs.run(lambda: self._work(*args, **kwargs))
-            return pytree.tree_map(lambda each: each.clone() if isinstance(each, Tensor) else each, graph.result)
+            return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, graph.result)
 
     def _checked_graphs(self, leaves: list[Any]) -> Graphs:
         """The implementation; raises ValueError for arguments that no graph supports."""
@@ -391,7 +391,7 @@ def _checked(result: Any) -> Any:
             name = type(leaf).__name__
             remedy = "; a cache of keys and values cannot be replayed: pass use_cache=False" if "Cache" in name else ""
             raise TypeError(f"graphed: the function must return tensors; got {name}{remedy}")
-    return pytree.tree_map(lambda each: None if each is None else each.detach(), result)
+    return pytree.tree_map(lambda leaf: None if leaf is None else leaf.detach(), result)
 
 
 def graphed(

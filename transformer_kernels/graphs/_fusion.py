@@ -72,7 +72,7 @@ class _Calls:
         if arguments.dx != dx.data_ptr() or arguments.dtype != cpu.DTYPE_CODES[dx.dtype]:
             return False
         later = [index for index in range(made, number) if index not in between]
-        if any(_mentions(self.calls[each], tensor) for each in later for tensor in (residual, total)):
+        if any(_mentions(self.calls[at], tensor) for at in later for tensor in (residual, total)):
             return False
         fused_arguments = arguments._replace(dx=0, residual=residual.data_ptr(), sum=total.data_ptr())
         self.calls[made] = kernel, fused_arguments

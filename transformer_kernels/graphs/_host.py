@@ -273,7 +273,7 @@ class Recording(TorchDispatchMode):
 
     def fuse(self) -> None:
         """Fuse calls; results are unchanged."""
-        self.calls, replaced = fused(self.calls, self._began, lambda each: self._memory.is_free(each.untyped_storage()))
+        self.calls, replaced = fused(self.calls, self._began, lambda x: self._memory.is_free(x.untyped_storage()))
         self._kept.append(replaced)  # their tensors are counted in `references`
         self._began.clear()
 
@@ -305,9 +305,9 @@ class Recording(TorchDispatchMode):
         """
         results = tensors(result)
         self._memory.poison()
-        for each in results:
-            if each in self._memory:
-                flat(each.untyped_storage(), torch.uint8).fill_(255)
+        for made in results:
+            if made in self._memory:
+                flat(made.untyped_storage(), torch.uint8).fill_(255)
         self._is_validated = True
         try:
             self.repeat()

@@ -353,7 +353,7 @@ def _chains(code: CodeType) -> tuple[tuple[str, ...], ...]:
             if current and not (step.opname == "STORE_ATTR" and len(current) == 1):  # a store is not a read
                 found.append(tuple(current))
             names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
-            loads = any(each in step.opname for each in LOADS)  # Python 3.13 combines two loads
+            loads = any(load in step.opname for load in LOADS)  # Python 3.13 combines two loads
             found += [(name,) for name in names[:-1] if loads]
             current = [names[-1]] if loads else []
     for inner in code.co_consts:

@@ -65,7 +65,7 @@ def refusal(
     if dtype not in FLOATING:
         return f"there are no kernels for {dtype}"
     if device.type == "cuda":
-        missing = all(unavailable(each, device) is not None for each in ("triton", "cuda"))
+        missing = all(unavailable(kernels, device) is not None for kernels in ("triton", "cuda"))
         return "no backend for CUDA tensors is available" if missing else None
     recorded = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
     if prefers_torch(name + REROUTED, elements, dtype.itemsize, recorded=recorded, random=random):

@@ -245,7 +245,7 @@ class Certificate:
             if not share <= 1.0:
                 self.beyond += 1
                 if len(self.findings) < MAX_FINDINGS:
-                    shape = next((tuple(x.shape) for each, x, _ in whole.named() if each == name), ())
+                    shape = next((tuple(x.shape) for field, x, _ in whole.named() if field == name), ())
                     file = self._saved(whole, backend)
                     where = whole.operation.name, backend, whole.direction, layer
                     finding = Finding(*where, name, shape, share, errors.error, errors.budget, file)

@@ -98,7 +98,7 @@ class Observed(NamedTuple):
         elif getattr(result, "summed", None) is not None:
             result = result._replace(summed=cut(result.summed))
         placed = zip(operation.names, self.gradients or (), strict=False)
-        gradients = [cut(each) if name in ROWS else None for name, each in placed]
+        gradients = [cut(value) if name in ROWS else None for name, value in placed]
         grads = None if self.grads is None else tuple(map(cut, self.grads))
         return Observed(operation, call._replace(**fields), result, grads, self.wanted, gradients)
 
@@ -107,7 +107,7 @@ class Observed(NamedTuple):
         call, columns = self.call, slice(start, stop)
         bias = None if call.bias is None else call.bias[columns]
         call = call._replace(weight=call.weight[columns].contiguous(), bias=bias)
-        result = type(self.result)(*(None if each is None else each[..., columns] for each in self.result))
+        result = type(self.result)(*(None if x is None else x[..., columns] for x in self.result))
         grads, gradients = self.grads, self.gradients
         if grads is not None:
             grads = grads[0][..., columns].contiguous(), *grads[1:]
@@ -130,7 +130,7 @@ class Observed(NamedTuple):
         found = dispatch.kernels_of(operation, "torch")
         if grads is None:
             computed = found.of(call).forward(call)
-            return {name: each for name, each, _ in self._replace(call=call, result=computed).named()}
+            return {name: x for name, x, _ in self._replace(call=call, result=computed).named()}
         if getattr(result, "summed", None) is not None:  # a norm after an addition
             alone = call._replace(x=result.summed, residual=None, seed=None)
             call = call._replace(x=result.summed)
@@ -142,7 +142,7 @@ class Observed(NamedTuple):
         ):
             result = found.of(call).forward(call) if operation.kept_results else None
         gradients = found.of(call).backward(call, result, grads, self.wanted)
-        return {name: each for name, each, _ in self._replace(gradients=gradients).named()}
+        return {name: x for name, x, _ in self._replace(gradients=gradients).named()}
 
 
 class Checked(NamedTuple):

@@ -62,7 +62,7 @@ def _replace(match: Match) -> Replacement | str:
     tensors = [x, *(match.shape(bound[name]) for name in ("weight", "bias", "class_weight"))]
     if not match.has_kernel(match.dtype):
         return "its dtype has no kernel"
-    if any(each is not None and each.dtype is not match.dtype for each in tensors):
+    if any(tensor is not None and tensor.dtype is not match.dtype for tensor in tensors):
         return "the dtypes differ"
     if target.dtype is not torch.int64 or bound["reduction"] not in ("mean", "sum", "none"):
         return "the targets are probabilities"

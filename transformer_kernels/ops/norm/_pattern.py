@@ -181,7 +181,7 @@ def _residual(match: Match, name: str) -> str | None:
     bound, branch, residual, summed = match.bound, match.fake("branch"), match.fake("residual"), match.fake("summed")
     if not branch.dtype is residual.dtype is summed.dtype is match.dtype or not match.has_kernel(match.dtype):
         return "the dtypes differ"
-    if not all(str(each.shape) == str(summed.shape) for each in (branch, residual)):
+    if not all(str(x.shape) == str(summed.shape) for x in (branch, residual)):
         return "a summand broadcasts"
     if bound.get("weight") is None:
         return "it has no weight"

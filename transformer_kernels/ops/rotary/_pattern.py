@@ -66,13 +66,13 @@ class Tables(NamedTuple):
     sign: float
 
     def __call__(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor] | None:
-        tables = [self._table(each) for each in (cos, sin)]
+        tables = [self._table(tensor) for tensor in (cos, sin)]
         if self.whole:
             width = cos.shape[-1] // 2
-            if not all(torch.equal(each[..., :width], each[..., width:]) for each in tables):
+            if not all(torch.equal(table[..., :width], table[..., width:]) for table in tables):
                 return None
-            tables = [each[..., :width] for each in tables]
-        cos, sin = (each.contiguous() for each in tables)
+            tables = [table[..., :width] for table in tables]
+        cos, sin = (table.contiguous() for table in tables)
         return cos, sin if self.sign > 0 else -sin
 
     def _table(self, table: Tensor) -> Tensor:

@@ -128,7 +128,7 @@ class Canonical:
             self._known[node] = self._expression(node)
         known = self._known[node]
         if self._replaced and any(
-            each in self._replaced or isinstance(each, Expr) for each in known.args if _is_value(each)
+            value in self._replaced or isinstance(value, Expr) for value in known.args if _is_value(value)
         ):
             known = self._known[node] = self._current(known)
         return known
@@ -149,7 +149,7 @@ class Canonical:
 
     def _current(self, value: Any) -> Any:
         if isinstance(value, Expr):
-            return Expr(value.op, tuple(self._current(each) for each in value.args), value.via)
+            return Expr(value.op, tuple(self._current(argument) for argument in value.args), value.via)
         while isinstance(value, fx.Node) and value in self._replaced:
             value = self._replaced[value]
         return value

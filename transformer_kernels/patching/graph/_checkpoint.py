@@ -30,7 +30,7 @@ def checkpointed_parts(module: fx.GraphModule) -> Iterator[fx.GraphModule]:
         part = getattr(module, str(body.target), None) if isinstance(body, fx.Node) and body.op == "get_attr" else None
         if not isinstance(part, fx.GraphModule):
             continue
-        inputs = [each for each in part.graph.nodes if each.op == "placeholder"]
+        inputs = [placeholder for placeholder in part.graph.nodes if placeholder.op == "placeholder"]
         for inner, outer in zip(inputs, node.args[1:], strict=False):
             if isinstance(outer, fx.Node) and "grapharg" in outer.meta:
                 inner.meta["grapharg"] = outer.meta["grapharg"]

@@ -141,7 +141,7 @@ class Constants:
             return False
         if self._writes.touches(node):
             return False
-        return all(self._known.get(each, False) for each in node.all_input_nodes)
+        return all(self._known.get(operand, False) for operand in node.all_input_nodes)
 
     def holds(self, node: Any) -> bool:
         return isinstance(node, fx.Node) and self._known.get(node, False)
@@ -166,8 +166,8 @@ class Constants:
 
         def visit(node: fx.Node) -> None:
             if node not in found:
-                for each in node.all_input_nodes:
-                    visit(each)
+                for operand in node.all_input_nodes:
+                    visit(operand)
                 found[node] = None
 
         for node in nodes:
@@ -181,7 +181,7 @@ class Constants:
             copies[leaf] = part.placeholder(f"leaf_{index}")
         for node in self._below(nodes):
             if node not in copies:
-                copies[node] = part.node_copy(node, lambda each: copies[each])
+                copies[node] = part.node_copy(node, lambda operand: copies[operand])
         part.output(tuple(copies[node] for node in nodes))
         owner = nodes[0].graph.owning_module if nodes else None
         return fx.GraphModule(owner if owner is not None else torch.nn.Module(), part).forward  # type: ignore[no-any-return]

@@ -67,11 +67,11 @@ def encoder_layer(
 def _replace(match: Match) -> Replacement | str:
     x = match.fake("x")
     tensors = [match.shape(match.bound[name]) for name in PARAMETERS[:-1]]
-    if match.trains and any(each is not None and each.requires_grad for each in tensors):
+    if match.trains and any(tensor is not None and tensor.requires_grad for tensor in tensors):
         return "it has a gradient"
     if x.dim() != 3 or not match.has_kernel(x.dtype) or any(match.bound[name] is None for name in PARAMETERS[:18]):
         return "its input is not (B, L, E) of a dtype with a kernel"
-    if any(each is not None and each.dtype is not x.dtype for each in tensors[3:-1]):
+    if any(tensor is not None and tensor.dtype is not x.dtype for tensor in tensors[3:-1]):
         return "the dtypes differ"
     if torch.is_autocast_enabled(x.device.type):
         return "autocast chooses its dtypes"

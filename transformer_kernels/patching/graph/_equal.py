@@ -23,7 +23,7 @@ def merge_equal(graph: fx.Graph, writes: Writes, regions: dict[fx.Node, int]) ->
         value = fake(node)
         if not isinstance(value, Tensor) or value.requires_grad:
             continue
-        if writes.escapes(node) or any(writes.touches(each) for each in (node, *node.all_input_nodes)):
+        if writes.escapes(node) or any(writes.touches(operand) for operand in (node, *node.all_input_nodes)):
             continue
         first = known.setdefault((node.op, node.target, regions[node], _key((node.args, node.kwargs))), node)
         if first is not node:
@@ -34,9 +34,9 @@ def merge_equal(graph: fx.Graph, writes: Writes, regions: dict[fx.Node, int]) ->
 def _key(value: Any) -> Any:
     """Arguments as a hashable value; 1, 1.0 and True differ."""
     if isinstance(value, dict):
-        return tuple((name, _key(each)) for name, each in sorted(value.items()))
+        return tuple((name, _key(item)) for name, item in sorted(value.items()))
     if isinstance(value, (tuple, list)):
-        return tuple(_key(each) for each in value)
+        return tuple(_key(item) for item in value)
     if isinstance(value, slice):
         return slice, _key((value.start, value.stop, value.step))
     return value if isinstance(value, fx.Node) else (type(value), repr(value))

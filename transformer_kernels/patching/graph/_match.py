@@ -106,8 +106,8 @@ class Matcher:
 
     def _match(self, term: Term, value: Any, state: State) -> Iterator[State]:
         if isinstance(term, Either):
-            for each in term.terms:
-                yield from self._match(each, value, state)
+            for alternative in term.terms:
+                yield from self._match(alternative, value, state)
         elif isinstance(term, As):
             if (bound := state.bind(term.name, value)) is not None:
                 yield from self._match(term.term, value, bound)
@@ -134,8 +134,8 @@ class Matcher:
             return
         if term.dims is not None and (permuted or fake(value).dim() != term.dims):
             return
-        for each in self._spellings(value, term.name in state.bound):
-            yield from _given(state.bind(term.name, each))
+        for spelling in self._spellings(value, term.name in state.bound):
+            yield from _given(state.bind(term.name, spelling))
 
     def _spellings(self, value: Any, bound: bool) -> list[Any]:
         """The value itself and, where it must equal a bound one, what it is a cast of."""
@@ -175,8 +175,8 @@ class Matcher:
             matches = self._match(first, value, state)
         else:
             matches = iter((state,)) if _is(first, value) else iter(())
-        for each in matches:
-            yield from self._arguments(terms[1:], values[1:], each)
+        for match in matches:
+            yield from self._arguments(terms[1:], values[1:], match)
 
     def _steps(self, term: Steps, value: Any, state: State, taken: tuple[Any, ...]) -> Iterator[State]:
         for found in self._match(term.base, value, state):

@@ -66,8 +66,8 @@ def _visible(mask: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor) 
         mask = mask.view(q.shape[0], -1, *mask.shape[1:]) if mask.dim() == 3 else mask[None, None]
     if padding is not None:
         padding = padding[:, None, None]
-    found = [each for each in (mask, padding) if each is not None]
-    if all(each.dtype is torch.bool for each in found):
+    found = [value for value in (mask, padding) if value is not None]
+    if all(item.dtype is torch.bool for item in found):
         hidden = found[0] | found[-1] if found else None
         return None if hidden is None else hidden.logical_not()
     added = [

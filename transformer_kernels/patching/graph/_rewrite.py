@@ -59,11 +59,11 @@ class Outcome:
 def roots(term: Term) -> frozenset[str]:
     """The canonical operations at which a term can match."""
     if isinstance(term, Either):
-        return frozenset(name for each in term.terms for name in roots(each))
+        return frozenset(name for part in term.terms for name in roots(part))
     if isinstance(term, As):
         return roots(term.term)
     if isinstance(term, Steps):
-        return roots(term.base).union(*(roots(each) for each in term.steps.values()))
+        return roots(term.base).union(*(roots(step) for step in term.steps.values()))
     return frozenset((term.name,)) if isinstance(term, Call) else frozenset()
 
 
@@ -165,12 +165,12 @@ class Rewriter:
         place = root
         if isinstance(shared, fx.Node):
             place = shared
-            latest = max((self.writes.position(each) for each in _nodes(replacement.args)), default=-1)
+            latest = max((self.writes.position(value) for value in _nodes(replacement.args)), default=-1)
             if latest > self.writes.position(shared):
                 self.outcome.left[(pattern.operation, root.name)] = "its parameters are computed after the sum"
                 return
         with self.graph.inserting_before(place):
-            args = tuple(self._argument(each, place) for each in replacement.args)
+            args = tuple(self._argument(value, place) for value in replacement.args)
             options = (
                 dict(replacement.options) if self.backend is None else {**replacement.options, "backend": self.backend}
             )
@@ -223,7 +223,7 @@ class Rewriter:
         nodes = list(_nodes(prepared.values))
         if any(self.writes.touches(node) for node in nodes):
             return self._call(
-                prepared.function, tuple(self._argument(each, place) for each in prepared.values), {}, place, None
+                prepared.function, tuple(self._argument(value, place) for value in prepared.values), {}, place, None
             )
         if known not in self.prepared:
             if all(self.constants.holds(node) for node in nodes):
@@ -243,7 +243,7 @@ class Rewriter:
         leaves = self.constants.leaves(*nodes)
         part = self.constants.function(nodes, leaves)
         function = Stored(part, Finish(prepared, nodes))
-        first = next(each for each in self.graph.nodes if each.op not in ("placeholder", "get_attr"))
+        first = next(node for node in self.graph.nodes if node.op not in ("placeholder", "get_attr"))
         with self.graph.inserting_before(first):
             return self._call(function, tuple(leaves), {}, first, None)
 
@@ -279,7 +279,7 @@ class Finish:
         self._values = tuple(_slotted(value, nodes) for value in prepared.values)
 
     def __call__(self, *values: Any) -> Any:
-        return self._function(*(_evaluated(each, values) for each in self._values))
+        return self._function(*(_evaluated(value, values) for value in self._values))
 
 
 @dataclass(frozen=True)
@@ -290,7 +290,7 @@ class _Slot:
 def _slotted(value: Any, nodes: list[fx.Node]) -> Any:
     """A value whose nodes are numbered."""
     if isinstance(value, Expr):
-        return Expr(value.op, tuple(_slotted(each, nodes) for each in value.args))
+        return Expr(value.op, tuple(_slotted(argument, nodes) for argument in value.args))
     return _Slot(nodes.index(value)) if isinstance(value, fx.Node) else value
 
 
@@ -310,11 +310,11 @@ def _nodes(value: Any) -> Iterator[fx.Node]:
     if isinstance(value, fx.Node):
         yield value
     elif isinstance(value, dict):
-        for each in value.values():
-            yield from _nodes(each)
+        for item in value.values():
+            yield from _nodes(item)
     elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _nodes(each)
+        for item in value:
+            yield from _nodes(item)
 
 
 def _is_pure(node: fx.Node) -> bool:

@@ -295,10 +295,10 @@ def _expanded(c: Canonical, node: fx.Node, expanded: Any) -> Expr | None:
     source: Any = expanded.args[0]
     if not is_tensor(source) or name_of(source) not in ("unsqueeze", "getitem") or not is_tensor(source.args[0]):
         return None
-    x, one, many, joined = (fake(each).shape for each in (source.args[0], source, expanded, node))
+    x, one, many, joined = (fake(value).shape for value in (source.args[0], source, expanded, node))
     if len(x) + 1 != len(one) or len(one) != len(many):
         return None
-    if name_of(source) == "getitem" and not all(each in (None, Ellipsis, slice(None)) for each in source.args[1]):
+    if name_of(source) == "getitem" and not all(value in (None, Ellipsis, slice(None)) for value in source.args[1]):
         return None
     new = [axis for axis in range(len(one)) if is_same(one[axis], 1) and not is_same(many[axis], 1)]
     if len(new) != 1 or new[0] == 0 or not isinstance(count := many[new[0]], int):
@@ -475,7 +475,7 @@ def _getitem(c: Canonical, node: fx.Node, input: Any, index: Any) -> Expr | None
     if len(index) != 2 or not isinstance(index[1], slice) or not isinstance(width, int):
         return None
     start, stop, step = index[1].start, index[1].stop, index[1].step
-    if any(isinstance(each, fx.Node) for each in (start, stop, step)):
+    if any(isinstance(value, fx.Node) for value in (start, stop, step)):
         return None
     start, stop, step = index[1].indices(width)
     if step == 2 and start in (0, 1) and stop == width:

@@ -57,7 +57,7 @@ class Writes:
             node.meta[KEY] = node.target
             _make_functional(node)
             self._changed.append(node)
-            self._sharing[node] = [each for storage in _storages(fake(node)) for each in self._storages[storage]]
+            self._sharing[node] = [view for storage in _storages(fake(node)) for view in self._storages[storage]]
             return
         for storage in _storages(fake(target)):
             self._unsafe.setdefault(storage, []).append(self._positions[node])
@@ -69,14 +69,14 @@ class Writes:
         value = fake(target)
         if not known or not isinstance(value, Tensor) or not isinstance(fake(node), Tensor):
             return False
-        others = [each for each in node.all_input_nodes if isinstance(fake(each), Tensor)]
-        if any(fake(each).dtype not in (value.dtype, torch.bool) for each in others):
+        others = [operand for operand in node.all_input_nodes if isinstance(fake(operand), Tensor)]
+        if any(fake(other).dtype not in (value.dtype, torch.bool) for other in others):
             return False  # in place the dtype is that of the target
-        sharing = [each for storage in _storages(value) for each in self._storages[storage]]
-        first = min(sharing, key=lambda each: self._positions[each])
+        sharing = [view for storage in _storages(value) for view in self._storages[storage]]
+        first = min(sharing, key=lambda view: self._positions[view])
         if first.op not in ("call_function", "call_method"):
             return False
-        return all(_is_whole(fake(each), value) for each in sharing)
+        return all(_is_whole(fake(view), value) for view in sharing)
 
     def touches(self, node: fx.Node) -> bool:
         """Whether a node's memory is written to in place somewhere in the graph."""
@@ -84,8 +84,8 @@ class Writes:
 
     def escapes(self, node: fx.Node) -> bool:
         """Whether a node's memory is returned, or passed to a function that may keep it or write to it."""
-        sharing = (each for storage in _storages(fake(node)) for each in self._storages[storage])
-        return any(user.op == "output" or _may_write(user) for each in (node, *sharing) for user in each.users)
+        sharing = (view for storage in _storages(fake(node)) for view in self._storages[storage])
+        return any(user.op == "output" or _may_write(user) for view in (node, *sharing) for user in view.users)
 
     def between(self, node: fx.Node, first: fx.Node, last: fx.Node) -> bool:
         """Whether a node's memory may change after `first` and before `last`."""
@@ -119,14 +119,14 @@ class Writes:
                 continue
             target = node.args[0]
             assert isinstance(target, fx.Node)
-            whole = all(each in order and keepers.isdisjoint(each.users) for each in self._sharing[node])
+            whole = all(view in order and keepers.isdisjoint(view.users) for view in self._sharing[node])
             if whole and target in self._sharing[node] and all(order[user] <= order[node] for user in target.users):
                 node.target = node.meta.pop(KEY)
 
 
 def _storages(value: Any) -> list[int]:
     if isinstance(value, (tuple, list)):
-        return [storage for each in value for storage in _storages(each)]
+        return [storage for item in value for storage in _storages(item)]
     if not isinstance(value, Tensor):
         return []
     try:

@@ -93,7 +93,7 @@ def restarted_run(folder: str, recipe: str, processes: Processes) -> Path | None
     found = None
     if processes.first:
         folders = [Path(folder)] if folder else sorted(Path("runs").glob(f"{recipe}*"))
-        found = next((each for each in folders if _is_of_this_launch(each)), None)
+        found = next((path for path in folders if _is_of_this_launch(path)), None)
     return processes.gather(found)[0]
 
 

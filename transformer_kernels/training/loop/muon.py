@@ -114,8 +114,8 @@ class Muon(torch.optim.AdamW):
         momenta = [self._momentum(m) for m in matrices]
         torch._foreach_lerp_(momenta, gradients, 1 - self.momentum)
         mixed = torch.empty(len(matrices), *matrices[0].shape, dtype=self.products, device=matrices[0].device)
-        for gradient, momentum, each in zip(gradients, momenta, mixed, strict=True):  # divided by 1 - mu
-            torch.add(gradient, momentum, alpha=self.momentum / (1 - self.momentum), out=each)
+        for gradient, momentum, mixture in zip(gradients, momenta, mixed, strict=True):  # divided by 1 - mu
+            torch.add(gradient, momentum, alpha=self.momentum / (1 - self.momentum), out=mixture)
         updates = orthogonalised(mixed)
         updates *= -RMS * math.sqrt(max(mixed.shape[1:])) * group["lr"]
         decay = torch.as_tensor(1 - group["lr"] * group["weight_decay"])
