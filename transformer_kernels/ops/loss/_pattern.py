@@ -22,6 +22,9 @@ from transformer_kernels.ops._pattern import (
     maybe,
 )  # fmt: skip
 
+MIN_LOGITS = 1 << 24
+"""From here on memory counts more than time: chunks take 1.4 times that of the product and the loss alone."""
+
 LOGITS = As("logits", Call("linear", Input("x"), Input("weight"), Option("bias")))
 
 
@@ -70,6 +73,8 @@ def _replace(match: Match) -> Replacement | str:
         return "the weights of the classes have a gradient"
     if "cap" in bound and abs(bound["inverse"] * bound["cap"] - 1.0) > 1e-6:
         return "its softcap multiplies by another number than it divides by"
+    if match.is_auto and match.size(*logits.shape) < MIN_LOGITS:
+        return "the logits are small: the product and the loss alone are faster"
     if not is_faster(match, "cross_entropy", logits):
         return "PyTorch's functions are the faster ones at this size"
     values: tuple[Any, ...] = tuple(bound[name] for name in ("x", "weight", "target", "bias", *OPTIONS))
