@@ -89,8 +89,10 @@ def process_of_rank(rank: int) -> int | None:
 
 def is_training() -> bool:
     """Whether this program is `transformer-kernels train`, or `python -m transformer_kernels train`."""
+    if sys.argv[1:2] != ["train"]:  # which is empty in a program that embeds Python
+        return False
     name = sys.orig_argv[-len(sys.argv)] if sys.argv[0] == "-m" else Path(sys.argv[0]).stem
-    return name in ("transformer_kernels", "transformer-kernels") and sys.argv[1:2] == ["train"]
+    return name in ("transformer_kernels", "transformer-kernels")
 
 
 def end_on_signals() -> None:
