@@ -131,12 +131,12 @@ def _end(signum: int, frame: Any = None) -> None:
 def _end_with(message: str, signum: int) -> None:
     if not _ends.acquire(blocking=False):  # the other thread ends the process
         return
-    if _speaks():
+    if _is_first_to_end():
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"transformer-kernels: {message}\n".encode())
     os._exit(128 + signum)
 
 
-def _speaks() -> bool:
+def _is_first_to_end() -> bool:
     """Whether this process is the first one to end of those that torchrun has started together here."""
     own = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not own:

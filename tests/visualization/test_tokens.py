@@ -78,13 +78,13 @@ def test_the_patches_of_an_image(tmp_path):
 def test_a_text_in_every_way():
     pytest.importorskip("tokenizers", reason="tokenizers is not installed (extra `train`)")
     corpus = "the sea, a seal and the seals\n" * 3
-    splits = {split.name: split for split in split_in_every_way("the seals", corpus, 300)}
+    splits = {split.name: split for split in split_in_every_way(["the seals"], corpus, 300)[0]}
     assert splits["characters"].names == ["t", "h", "e", "␣", "s", "e", "a", "l", "s"]
     assert splits["words"].names == ["the", "seals"] and splits["words"].vocabulary == 8
     assert splits["byte pairs"].names[0] == "the" and "".join(splits["byte pairs"].names) == "theseals"
     pieces = splits["WordPieces"].names
     assert "".join(piece.removeprefix("##") for piece in pieces) == "theseals" and "[CLS]" not in pieces
-    unseen = split_in_every_way("zebra sealsea", corpus, 300)
+    _, unseen = split_in_every_way(["the", "zebra sealsea"], corpus, 300)
     assert unseen[0].vocabulary == splits["characters"].vocabulary + len(set("zbr"))
     assert unseen[1].names == ["[UNK]", "[UNK]"] and unseen[2].names[0] == "[UNK]"
     assert (
@@ -93,4 +93,4 @@ def test_a_text_in_every_way():
         and str(unseen[1]).endswith("2 tokens\n  [UNK]|[UNK]\n  0 0")
     )
     with pytest.raises(ValueError, match="--vocabulary must be at least 300; got 10"):
-        split_in_every_way("a", corpus, 10)
+        split_in_every_way(["a"], corpus, 10)

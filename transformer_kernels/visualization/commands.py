@@ -178,19 +178,15 @@ def _tokenize(chosen: argparse.Namespace) -> None:
     from transformer_kernels.training.pretrained_commands import load_tokenizer
     from transformer_kernels.visualization.tokens import split_by, split_in_every_way
 
-    source, tokenizer, corpus = chosen.model or chosen.checkpoint, None, ""
-    if chosen.model is not None:
-        tokenizer = load_tokenizer(chosen.model)
-    elif chosen.checkpoint is not None:
-        tokenizer = load_trained(chosen.checkpoint, backend="torch", device="cpu").tokenizer
+    source = chosen.model or chosen.checkpoint
+    if source is None:
+        splits = split_in_every_way(chosen.texts, read_corpus(chosen.data), chosen.vocabulary)
     else:
-        corpus = read_corpus(chosen.data)
-    for text in chosen.texts:
-        if tokenizer is None:
-            splits = split_in_every_way(text, corpus, chosen.vocabulary)
-        else:
-            splits = [split_by(tokenizer, text, Path(source).absolute().name)]
-        print("\n".join([text, *map(str, splits)]))
+        trained = chosen.model is None
+        tokenizer = load_trained(source, backend="torch", device="cpu").tokenizer if trained else load_tokenizer(source)
+        splits = [[split_by(tokenizer, text, Path(source).absolute().name)] for text in chosen.texts]
+    for text, ways in zip(chosen.texts, splits, strict=True):
+        print("\n".join([text, *map(str, ways)]))
 
 
 def _selected(what: str, number: int | str | None, count: int) -> list[int]:

@@ -67,29 +67,22 @@ def read(loaded: Any, text: str, pair: str = "") -> Reading:
     if not isinstance(loaded.model, GPT | BERTClassifier | Encoder):
         raise ValueError(f"a {type(loaded.model).__name__} does not take one input text, so it has no such plot")
     special = not isinstance(loaded.model, GPT)
-    tokenizer = loaded.tokenizer
-    if pair:
-        return _read_pair(loaded, text, pair)
+    tokenizer, texts, sentences = loaded.tokenizer, [text, pair] if pair else [text], []
+    if pair and not (isinstance(loaded.model, Encoder) and hasattr(tokenizer, "encode_batch")):
+        raise ValueError("two texts are read together by a pretrained encoder such as BERT; pass one text")
     if hasattr(tokenizer, "encode_batch"):
         if special and tokenizer.token_to_id(MASKS[0]) is None and tokenizer.token_to_id(MASKS[1]) is not None:
-            text = text.replace(*MASKS)
-        encoding = tokenizer.encode(text, add_special_tokens=special)
-        ids, names, spans = encoding.ids, _names(encoding, text), encoding.offsets
+            texts = [text.replace(*MASKS) for text in texts]
+        encoding = tokenizer.encode(*texts, add_special_tokens=special)
+        ids, names, spans = encoding.ids, _names(encoding, *texts), encoding.offsets
+        if pair:
+            sentences = [index or 0 for index in encoding.sequence_ids]
+            sentences[-1] = 1  # the last separator
     else:
         ids, names, spans = _of_a_recipe(tokenizer, text, special)
     if not any(end > start for start, end in spans):
         raise ValueError(f"the text must have at least one token; got {text!r}")
-    return Reading(text, torch.tensor([ids], device=loaded.device), names, spans)
-
-
-def _read_pair(loaded: Any, text: str, pair: str) -> Reading:
-    if not (isinstance(loaded.model, Encoder) and hasattr(loaded.tokenizer, "encode_batch")):
-        raise ValueError("two texts are read together by a pretrained encoder such as BERT; pass one text")
-    encoding = loaded.tokenizer.encode(text, pair)
-    sentences = [index or 0 for index in encoding.sequence_ids]
-    sentences[-1] = 1  # the last separator
-    tokens = torch.tensor([encoding.ids], device=loaded.device)
-    return Reading(f"{text} | {pair}", tokens, _names(encoding, text, pair), encoding.offsets, sentences)
+    return Reading(" | ".join(texts), torch.tensor([ids], device=loaded.device), names, spans, sentences)
 
 
 class Split(NamedTuple):
@@ -117,11 +110,11 @@ def split_by(tokenizer: Any, text: str, name: str) -> Split:
     return Split(name, size, ids, names)
 
 
-def split_in_every_way(text: str, corpus: str, size: int) -> list[Split]:
-    """A text in characters, words, WordPieces and byte pairs, the last three learned from a corpus.
+def split_in_every_way(texts: Sequence[str], corpus: str, size: int) -> list[list[Split]]:
+    """Each text in characters, words, WordPieces and byte pairs, the last three learned from a corpus.
 
     Args:
-        text: to be split.
+        texts: to be split.
         corpus: from which vocabularies are learned.
         size: of the vocabularies of words, WordPieces and byte pairs, at least 300.
     Raises:
@@ -138,13 +131,18 @@ def split_in_every_way(text: str, corpus: str, size: int) -> list[Split]:
     pieces.train_from_iterator(lines, vocab_size=size, show_progress=False)
     inner = package.Tokenizer.from_str(pieces.to_str())
     inner.post_processor = package.processors.TemplateProcessing(single="$A", special_tokens=[])  # without [CLS], [SEP]
-    ways = {
-        "characters": CharacterTokenizer(corpus + text),
+    learned = {
         "words": LearnedTokenizer.learn_words(lines, size),
         "WordPieces": inner,
         "byte pairs": LearnedTokenizer.learn(lines, size),
     }
-    return [split_by(tokenizer, text, name) for name, tokenizer in ways.items()]
+    return [
+        [
+            split_by(tokenizer, text, name)
+            for name, tokenizer in {"characters": CharacterTokenizer(corpus + text), **learned}.items()
+        ]
+        for text in texts
+    ]
 
 
 def readable(piece: str) -> str:

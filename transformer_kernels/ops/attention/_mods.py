@@ -153,9 +153,8 @@ def _key(value: Any, references: References, callers: list[Any]) -> Any:
         return kind, value
     if kind in PLAIN:
         storage = value.untyped_storage()
-        if value.requires_grad or value.is_inference() or not storage.resizable() or storage.is_shared():
-            raise Unknown
-        if not reads_values():
+        shared = not storage.resizable() or storage.is_shared()
+        if shared or value.requires_grad or value.is_inference() or not reads_values():
             raise Unknown
         references[storage._cdata] = StorageWeakRef(storage)
         layout = value.data_ptr(), value.shape, value.stride(), value.dtype, value._version

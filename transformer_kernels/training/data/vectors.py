@@ -80,8 +80,9 @@ def nearest(table: WordVectors, terms: Sequence[Term], count: int, *, keep: bool
     """
     if count < 1:
         raise ValueError(f"nearest: --top must be at least 1; got {count}")
-    cosines = table.vectors @ _direction(table, terms)  # (V,)
-    own = () if keep else {table.index_of(word) for _, word in terms}
+    indices, direction = _combined(table, terms)
+    cosines = table.vectors @ direction  # (V,)
+    own = set() if keep else set(indices)
     cosines[list(own)] = -math.inf
     best = cosines.topk(min(count, len(table.words) - len(own)))
     return [(table.words[index], cosine) for cosine, index in zip(*map(Tensor.tolist, best), strict=True)]
@@ -89,13 +90,14 @@ def nearest(table: WordVectors, terms: Sequence[Term], count: int, *, keep: bool
 
 def cosine(table: WordVectors, terms: Sequence[Term], word: str) -> float:
     """The cosine of the signed sum of the terms' unit vectors and the vector of a word; ValueError for unknown ones."""
-    return float(table.vectors[table.index_of(word)] @ _direction(table, terms))
+    return float(table.vectors[table.index_of(word)] @ _combined(table, terms)[1])
 
 
-def _direction(table: WordVectors, terms: Sequence[Term]) -> Tensor:
-    """The signed sum of the terms' vectors, scaled to unit length, (E,)."""
+def _combined(table: WordVectors, terms: Sequence[Term]) -> tuple[list[int], Tensor]:
+    """The terms' indices, and the signed sum of their vectors, scaled to unit length, (E,)."""
+    indices = [table.index_of(word) for _, word in terms]
     signs = torch.tensor([float(sign) for sign, _ in terms])
-    return torch.nn.functional.normalize(signs @ table.vectors[[table.index_of(word) for _, word in terms]], dim=0)
+    return indices, torch.nn.functional.normalize(signs @ table.vectors[indices], dim=0)
 
 
 def table_of_model(loaded: Any) -> WordVectors:
