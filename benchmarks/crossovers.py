@@ -33,8 +33,8 @@ from transformer_kernels.ops._crossover_table import LEVELS, REROUTED, TABLE, Li
 from transformer_kernels.patching._accelerate import _block
 
 COLUMNS, CLASSES, HEAD_DIM = 256, 1024, 64
-SMALLEST, LARGEST = 10, 24
-LARGEST_REROUTED = 19
+MIN_POWER, MAX_POWER = 10, 24
+MAX_REROUTED_POWER = 19
 """Beyond, the host time of a rerouted call does not matter: its entry is that of the operation."""
 GAIN, TIE = 0.95, 1.02
 MIN_ROUNDS = 3
@@ -162,11 +162,11 @@ def measured(names: list[str], seconds: float) -> Iterator[tuple[tuple[str, int]
                 continue
             limits: list[Limit] = []
             plain = name.removesuffix(REROUTED)
-            largest = LARGEST if name == plain else LARGEST_REROUTED
+            largest = MAX_POWER if name == plain else MAX_REROUTED_POWER
             for gradients in (False, True):
                 torch.manual_seed(0)
                 ratios: dict[int, float] = {}
-                for size in (1 << power for power in range(largest, SMALLEST - 1, -1)):  # malloc adapts to the largest
+                for size in (1 << power for power in range(largest, MIN_POWER - 1, -1)):  # malloc adapts to the largest
                     ratios[size] = ratio(name, size, dtype, gradients, seconds)
                     if ratios[size] > TIE:
                         ratios[size] = min(ratios[size], ratio(name, size, dtype, gradients, 3 * seconds))

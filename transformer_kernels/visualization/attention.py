@@ -16,7 +16,7 @@ from transformer_kernels.training._optional import require
 from transformer_kernels.visualization.figures import literal, new_figure, write_figure
 from transformer_kernels.visualization.tokens import read, readable
 
-LONGEST = 256  # maximum number of tokens: the page of 12 x 12 heads then has 25 MB
+MAX_TOKENS = 256  # maximum number of tokens: the page of 12 x 12 heads then has 25 MB
 MAX_CELL, NUMBERED_CELL, WIDEST_INCHES = 0.5, 0.33, 8.5
 LEGIBLE_POINTS = 6.0
 
@@ -34,8 +34,10 @@ def attention_maps(loaded: Any, text: str, pair: str = "") -> tuple[Tensor, list
         ValueError: the text is empty or too long, or the model does not take text.
     """
     reading = read(loaded, text, pair)
-    if len(reading.names) > LONGEST:
-        raise ValueError(f"attend: the text must have at most {LONGEST} tokens; got {len(reading.names)}; shorten it")
+    if len(reading.names) > MAX_TOKENS:
+        raise ValueError(
+            f"attend: the text must have at most {MAX_TOKENS} tokens; got {len(reading.names)}; shorten it"
+        )
     maps: list[Tensor] = []
     segments = reading.segments if getattr(loaded.model.config, "segments", 0) else None
     loaded.model.hidden_states(reading.tokens, segments=segments, maps=maps)
