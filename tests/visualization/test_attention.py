@@ -13,7 +13,7 @@ from python_ref import GPT, BERTClassifier, BERTConfig, GPTConfig
 from tests.support.browser import opened
 from transformer_kernels.training.data.tokenizers import ByteTokenizer, CharacterTokenizer
 from transformer_kernels.visualization import attention
-from transformer_kernels.visualization.attention import attention_maps, write_page
+from transformer_kernels.visualization.attention import attention_maps, attention_operands, write_page
 from transformer_kernels.visualization.tokens import read
 
 SIZES = {"context": 32, "width": 16, "layers": 2, "heads": 2}
@@ -315,6 +315,44 @@ def test_predictions_are_shown_at_the_query(page, tmp_path):
         assert "Point at a query" in browser.value("element('prediction').innerText")
         cell(browser, 2, 0, 5)
         assert browser.value("element('prediction').innerText") == "after “b”: after 2 50.0 %"
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_heads": 1, "positions": "rotary"}])
+def test_the_operands_are_those_of_the_weights(options):
+    torch.manual_seed(0)
+    tokenizer = CharacterTokenizer(TEXT)
+    gpt = loaded(GPT(GPTConfig(vocab_size=tokenizer.vocabulary_size, **SIZES, **options)), tokenizer)
+    before = [module.ops for module in gpt.model.modules() if "ops" in vars(module)]
+    maps, operands = attention_maps(gpt, TEXT)[0], attention_operands(gpt, TEXT)
+    assert len(operands) == 2 and operands[0].q.shape == operands[0].k.shape == (2, 9, 8)
+    later = torch.ones(9, 9, dtype=torch.bool).triu(1)
+    for weights, (q, k, scale) in zip(maps, operands, strict=True):
+        scores = (scale * q @ k.mT).masked_fill(later, float("-inf"))
+        torch.testing.assert_close(scores.softmax(-1), weights, rtol=1e-5, atol=1e-6)
+    assert [module.ops for module in gpt.model.modules() if "ops" in vars(module)] == before
+
+
+def test_the_query_and_the_key_behind_a_weight(gpt, tmp_path):
+    maps, names = attention_maps(gpt, TEXT)
+    operands = attention_operands(gpt, TEXT)
+    write_page(maps, names, names, tmp_path / "maps.html", causal=True, operands=operands)
+    with opened(tmp_path / "maps.html", tmp_path / "profile") as browser:
+        score = lambda: browser.value("element('score').innerText")  # noqa: E731
+        assert "Point at a cell" in score() and browser.value("element('strips').hidden")
+        for layer, head in ((0, 0), (1, 1)):
+            browser.value(f"choose({layer}, {head})")
+            cell(browser, 8, 5, 9)
+            terms = operands[layer].scale * operands[layer].q[head, 8] * operands[layer].k[head, 5]
+            number = re.search(r"q · k = (\S+);", score())[1]
+            assert abs(float(number) - terms.sum()) < 0.0051 and score().startswith("n → ↵: ")
+            largest = terms.abs().argmax()
+            assert f"largest terms: {terms[largest]:.2f} (dimension {largest})" in score()
+            assert browser.value("[...document.querySelectorAll('#strips canvas')].map(each => each.width)") == [8] * 3
+        browser.value("choose(1, 0)")  # the same cell of another head
+        other = operands[1].scale * operands[1].q[0, 8] @ operands[1].k[0, 5]
+        assert score().startswith("n → ↵: ") and f"q · k = {other:.2f};" in score()
+        browser.value("choose(1, 2)")
+        assert browser.value("element('operands').hidden")  # a mean of heads has none
 
 
 def test_several_heads_are_averaged(page, tmp_path):

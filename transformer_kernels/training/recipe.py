@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
+import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -82,11 +83,13 @@ class Recipe(ABC):
         train_length: number of training items.
         fingerprint: hash of the training data; a run can resume only on the same data.
         targets_vary: whether batches of equally many items can have different numbers of targets.
+        predicts_tokens: whether the loss is the cross-entropy of tokens, whose exponential is the perplexity.
     """
 
     Config: ClassVar[type[TrainingConfig]]
 
     targets_vary: ClassVar[bool] = False
+    predicts_tokens: ClassVar[bool] = False
     tokenizer: Any = None
     train_length: int
     fingerprint: str
@@ -146,7 +149,13 @@ class Recipe(ABC):
         if not totals.targets:
             raise ValueError(f"{trained.config.recipe}: there is no validation data to evaluate on")
         loss, accuracy = totals.loss / totals.targets, totals.correct / totals.targets
-        return f"loss {loss:.4f}, accuracy {accuracy:.2%} on {totals.targets:.0f} targets"
+        return f"{cls.describe_loss(loss)}, accuracy {accuracy:.2%} on {totals.targets:.0f} targets"
+
+    @classmethod
+    def describe_loss(cls, loss: float) -> str:
+        """A mean loss as printed, with the perplexity if there is one."""
+        perplexity = math.inf if loss > 700 else math.exp(loss)
+        return f"loss {loss:.4f}" + f", perplexity {perplexity:.3f}" * cls.predicts_tokens
 
     @classmethod
     def generate(cls, trained: Trained, prompts: list[str], count: int, sampling: Sampling) -> Iterator[list[Choice]]:

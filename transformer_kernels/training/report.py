@@ -22,7 +22,8 @@ def describe_result(trainer: Trainer, result: Result) -> str:
         lines = [_nothing_left(trainer, result)]
     if result.validation:
         loss, accuracy = result.validation["loss"], result.validation["accuracy"]
-        lines.append(f"validation       loss {loss:.4f}, accuracy {accuracy:.2%}, best loss {result.best_loss:.4f}")
+        described = trainer.recipe.describe_loss(loss)
+        lines.append(f"validation       {described}, accuracy {accuracy:.2%}, best loss {result.best_loss:.4f}")
     if trained:
         speed = f"{result.tokens_per_second:,.0f} tokens/s, {result.compile_seconds:.1f} s startup"
         lines.append(f"speed            {speed}")

@@ -6,7 +6,7 @@ import base64
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from transformer_kernels.training._optional import require
 from transformer_kernels.visualization.figures import literal, new_figure, write_figure
 from transformer_kernels.visualization.tokens import read, readable
 
-MAX_TOKENS = 256  # maximum number of tokens: the page of 12 x 12 heads then has 25 MB
+MAX_TOKENS = 256  # maximum number of tokens: the page of 12 x 12 heads of width 64 then has 38 MB
 MAX_CELL, NUMBERED_CELL, WIDEST_INCHES = 0.5, 0.33, 8.5
 LEGIBLE_POINTS = 6.0
 
@@ -42,6 +42,51 @@ def attention_maps(loaded: Any, text: str, pair: str = "") -> tuple[Tensor, list
     segments = reading.segments if getattr(loaded.model.config, "segments", 0) else None
     loaded.model.hidden_states(reading.tokens, segments=segments, maps=maps)
     return torch.cat(maps).float().cpu(), reading.names
+
+
+class Operands(NamedTuple):
+    """What the scores of one layer are made of: scale * q k^T.
+
+    Attributes:
+        q, k: (H, L, D) float32 on the CPU, after rotation; grouped keys are repeated for each of their queries' heads.
+        scale: of the products.
+    """
+
+    q: Tensor
+    k: Tensor
+    scale: float
+
+
+class _Listening:
+    """The operations of a model; the operands of `attention_weights` are appended to a list."""
+
+    def __init__(self, ops: Any, heard: list[Operands]) -> None:
+        self._ops, self._heard = ops, heard
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ops, name)
+
+    def attention_weights(self, q: Tensor, k: Tensor, **options: Any) -> Tensor:
+        scale = options.get("scale") or q.shape[-1] ** -0.5
+        k_of_heads = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+        self._heard.append(Operands(q[0].float().cpu(), k_of_heads[0].float().cpu(), scale))
+        weights: Tensor = self._ops.attention_weights(q, k, **options)
+        return weights
+
+
+def attention_operands(loaded: Any, text: str, pair: str = "") -> list[Operands]:
+    """The queries and keys of each layer behind the weights of `attention_maps`, whose arguments these are."""
+    heard: list[Operands] = []
+    modules = [module for module in loaded.model.modules() if "ops" in vars(module)]
+    before = [module.ops for module in modules]
+    try:
+        for module, ops in zip(modules, before, strict=True):
+            module.ops = _Listening(ops, heard)
+        attention_maps(loaded, text, pair)
+    finally:
+        for module, ops in zip(modules, before, strict=True):
+            module.ops = ops
+    return heard
 
 
 @torch.inference_mode()
@@ -128,6 +173,7 @@ def write_page(
     special: tuple[Sequence[int], Sequence[int]] = ((), ()),
     predictions: Sequence[Sequence[tuple[str, float]]] = (),
     sentences: Sequence[int] = (),
+    operands: Sequence[Operands] = (),
 ) -> None:
     """Write a self-contained HTML page: all maps as thumbnails, and the selected one as a matrix or as arcs.
 
@@ -140,12 +186,29 @@ def write_page(
         special: the indices of queries and of keys that can be hidden, such as [CLS].
         predictions: for each query, likely next tokens and their probabilities; or none.
         sentences: of a pair of texts, 0 or 1 for each token; a button then shows one sentence's weights on the other.
+        operands: of each layer; the page then shows the query and the key of the cell that is pointed at, and their
+            products. They are stored with an error of 3e-5 of the largest element of their head.
     """
     levels = torch.where((maps == 0).all(1, keepdim=True), 65535, (maps * 65534).round().int())
     data = {"title": title, "text": text, "causal": causal, "queries": queries, "keys": keys}
     data |= {"special": [list(row) for row in special], "predictions": [list(row) for row in predictions]}
     data |= {"layers": maps.shape[0], "heads": maps.shape[1], "sentences": list(sentences)}
-    data["weights"] = base64.b64encode(levels.numpy().astype("<u2").tobytes()).decode()
+    data["weights"] = _encoded(levels, "<u2")
+    if operands:
+        data |= _vectors("q", [layer.q for layer in operands]) | _vectors("k", [layer.k for layer in operands])
+        data["scales"] = [layer.scale for layer in operands]
     written = json.dumps(data).replace("<", "\\u003c")  # token text must not end the script
     template = (Path(__file__).parent / "attention.html").read_text("utf-8")
     Path(path).write_text(template.replace("{{data}}", written), "utf-8")
+
+
+def _vectors(name: str, layers: list[Tensor]) -> dict[str, Any]:
+    """Vectors (H, L, D) of each layer in 16 bits, and the largest element of each head."""
+    vectors = torch.stack(layers)
+    largest = vectors.abs().amax((2, 3), keepdim=True).clamp_min(1e-30)
+    levels = (vectors / largest * 32767).round().short()
+    return {name: _encoded(levels, "<i2"), f"largest_{name}": largest.flatten().tolist(), "width": vectors.shape[3]}
+
+
+def _encoded(levels: Tensor, dtype: str) -> str:
+    return base64.b64encode(levels.numpy().astype(dtype).tobytes()).decode()

@@ -125,7 +125,13 @@ def _load(chosen: argparse.Namespace) -> Any:
 
 def _attend(chosen: argparse.Namespace) -> None:
     from python_ref import GPT
-    from transformer_kernels.visualization.attention import attention_maps, draw_maps, next_tokens, write_page
+    from transformer_kernels.visualization.attention import (
+        attention_maps,
+        attention_operands,
+        draw_maps,
+        next_tokens,
+        write_page,
+    )
     from transformer_kernels.visualization.tokens import read
 
     loaded = _load(chosen)
@@ -144,6 +150,7 @@ def _attend(chosen: argparse.Namespace) -> None:
     special = [index for index, (start, end) in enumerate(reading.spans) if start == end == 0]
     extra: dict[str, Any] = {"causal": isinstance(loaded.model, GPT), "special": (special, special)}
     extra |= {"predictions": next_tokens(loaded, chosen.text), "sentences": reading.sentences}
+    extra["operands"] = attention_operands(loaded, chosen.text, chosen.pair)
     write_page(maps, tokens, tokens, page, title=title, text=reading.text, **extra)
     print(f"layers: {layers}, heads: {heads}, tokens: {len(tokens)}: {chosen.out}, {page}")
 

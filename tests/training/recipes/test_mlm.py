@@ -1,6 +1,8 @@
 """Masked language modelling: what is masked, that it is learned, and that a classifier starts from it."""
 
 import dataclasses
+import math
+import re
 
 import pytest
 import torch
@@ -89,7 +91,8 @@ def test_it_learns_to_fill_in_and_a_classifier_starts_from_it(mlm_config, imdb_c
     before = trained.evaluate()["loss"]
     assert trained.fit().validation["loss"] < 0.6 * before
     assert cli.main(["evaluate", "--checkpoint", config.out]) == 0
-    assert "accuracy" in capsys.readouterr().out
+    loss, perplexity = re.search(r"loss (\S+), perplexity (\S+), accuracy", capsys.readouterr().out).groups()
+    assert abs(math.exp(float(loss)) / float(perplexity) - 1) < 1e-3
     assert cli.main(["fill-mask", "--checkpoint", config.out, "a [MASK] film", "--top", "3"]) == 0
     lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
     shares = [float(share.rstrip("%")) for share, *_ in lines]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import textwrap
 
 import pytest
@@ -143,3 +144,12 @@ def test_a_model_of_another_recipe_is_refused(char_config):
         load_trained(char_config().out, command="classify")
     with pytest.raises(CheckpointError, match="expected a model of imdb, found one of char-gpt"):
         load_trained(char_config().out, recipe="imdb")
+
+
+def test_perplexity_is_that_of_tokens_only():
+    described = {name: recipe.describe_loss(math.log(2.0)) for name, recipe in recipes().items()}
+    of_tokens = {name for name, text in described.items() if text == "loss 0.6931, perplexity 2.000"}
+    assert of_tokens == {"char-gpt", "gpt", "mlm", "translate"}
+    assert {described[name] for name in described.keys() - of_tokens} == {"loss 0.6931"}
+    assert CharGPT.describe_loss(1e4) == "loss 10000.0000, perplexity inf"
+    assert CharGPT.describe_loss(math.nan) == "loss nan, perplexity nan"

@@ -59,6 +59,7 @@ class CharGPT(Recipe):
 
     Config = CharGPTConfig
     unit = "characters"
+    predicts_tokens = True
 
     def __init__(self, config: CharGPTConfig | None = None, tokenizer: Any = None) -> None:
         self.config = config or self.Config()
@@ -126,7 +127,7 @@ class CharGPT(Recipe):
         totals = evaluation_totals(trained.model, recipe.evaluation_batches(trained.device))
         loss = totals.loss / totals.targets
         return (
-            f"loss {loss:.4f}, perplexity {math.exp(loss):.3f}, {loss / math.log(2):.4f} bits per {cls.unit[:-1]}, "
+            f"{cls.describe_loss(loss)}, {loss / math.log(2):.4f} bits per {cls.unit[:-1]}, "
             f"accuracy {totals.correct / totals.targets:.2%} on {totals.targets:.0f} {cls.unit}"
         )
 

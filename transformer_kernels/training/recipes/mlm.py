@@ -81,6 +81,7 @@ class Mlm(ReviewRecipe):
     """Reviews, masks drawn by item index, and the model; labels are not used."""
 
     Config = MlmConfig
+    predicts_tokens = True
     targets_vary = True
 
     @classmethod

@@ -255,6 +255,7 @@ class Translate(Recipe):
     """Sentence pairs, their byte pairs, batches, and the model."""
 
     Config = TranslateConfig
+    predicts_tokens = True
 
     def __init__(self, config: TranslateConfig, tokenizer: PairTokenizer | None = None) -> None:
         self.config = config
