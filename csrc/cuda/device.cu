@@ -44,6 +44,7 @@ std::string device_problem(int) { return ""; }
 #endif
 
 int device_multiprocessors(int device) { return multiprocessor_count(device); }
+int device_architecture(int device) { return architecture(device); }
 int device_shared_memory_per_block(int device) { return shared_memory_per_block(device); }
 
 }  // namespace transformer_kernels

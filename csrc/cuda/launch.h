@@ -125,13 +125,14 @@ inline int attribute(cudaDeviceAttr name, int device) {
 
 inline int multiprocessor_count(int device) { return attribute(cudaDevAttrMultiProcessorCount, device); }
 
-// 80 for sm_80, 90 for sm_90, ...
+// 75 for sm_75, 80 for sm_80, ...
 inline int architecture(int device) {
   return 10 * attribute(cudaDevAttrComputeCapabilityMajor, device) +
          attribute(cudaDevAttrComputeCapabilityMinor, device);
 }
 
-// The bytes of shared memory that one block may use: 227 KiB on sm_90, 163 on sm_80, 99 on sm_86, sm_89 and sm_120.
+// The bytes of shared memory that one block may use: 64 KiB on sm_75, 163 on sm_80, 227 on sm_90 and
+// sm_100, 99 on sm_86, sm_89 and sm_120.
 inline int shared_memory_per_block(int device) { return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device); }
 
 #else

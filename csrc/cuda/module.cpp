@@ -49,6 +49,7 @@ TK_MODULE(_kernels, "The CUDA kernels.") {
   std::vector<PyMethodDef> functions = {
       TK_FUNCTION(device_problem, "Why this build cannot run on the device, or an empty string."),
       method("multiprocessors", Function<&device_multiprocessors>::call),
+      method("architecture", Function<&device_architecture>::call),
       method("shared_memory_per_block", Function<&device_shared_memory_per_block>::call)};
   set(module, "source_hash", source_hash());
   set(module, "architectures", architectures());

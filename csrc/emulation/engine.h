@@ -175,7 +175,7 @@ Counters counters();
 // Threads per block and bytes of shared memory in the last launch of each kernel since reset_counters().
 std::map<std::string, std::pair<uint64_t, size_t>> launches();
 void reset_counters();
-int emulated_architecture();  // 80, 86, 89, 90, 100 or 120, from TRANSFORMER_KERNELS_EMULATE_ARCH
+int emulated_architecture();  // 75, 80, 86, 89, 90, 100 or 120, from TRANSFORMER_KERNELS_EMULATE_ARCH
 size_t shared_bytes_per_block(int architecture);
 
 }  // namespace emulation

@@ -19,7 +19,7 @@ namespace {
 struct Architecture {
   int number, shared_kibibytes;
 };
-constexpr Architecture ARCHITECTURES[] = {{80, 163}, {86, 99}, {89, 99}, {90, 227}, {100, 227}, {120, 99}};
+constexpr Architecture ARCHITECTURES[] = {{75, 64}, {80, 163}, {86, 99}, {89, 99}, {90, 227}, {100, 227}, {120, 99}};
 
 long from_environment(const char* name, long otherwise) {
   const char* value = std::getenv(name);
@@ -152,7 +152,7 @@ int emulated_architecture() {
   for (const Architecture& known : ARCHITECTURES)
     if (known.number == wanted) return known.number;
   throw std::runtime_error("TRANSFORMER_KERNELS_EMULATE_ARCH is " + std::to_string(wanted) +
-                           "; the emulation knows 80, 86, 89, 90, 100 and 120");
+                           "; the emulation knows 75, 80, 86, 89, 90, 100 and 120");
 }
 
 size_t shared_bytes_per_block(int architecture) {

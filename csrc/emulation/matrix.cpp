@@ -43,6 +43,11 @@ template <bool TRANSPOSED> void combine_loads(void* const* operands) {
   }
 }
 
+// The float16 product of depth 16 is two of depth 8 on sm_75, whose tensor cores add in the same order.
+void require_sm80(const char* what) {
+  if (current_block().architecture < 80) fail("%s needs sm_80; this is sm_%d", what, current_block().architecture);
+}
+
 struct MultiplyOperands {
   float* d;
   const uint32_t* a;
@@ -114,6 +119,7 @@ void ldmatrix_x4(uint32_t* registers, const void* shared_row, bool transposed) {
 }
 
 void mma_m16n8k16_bfloat16(float* d, const uint32_t* a, uint32_t b0, uint32_t b1) {
+  require_sm80("mma of bfloat16");
   MultiplyOperands mine{d, a, {b0, b1}};
   warp_collective(~0u, "mma.m16n8k16.bf16", &mine, combine_m16n8k16<Operand::BFLOAT16>);
 }
@@ -122,6 +128,7 @@ void mma_m16n8k16_float16(float* d, const uint32_t* a, uint32_t b0, uint32_t b1)
   warp_collective(~0u, "mma.m16n8k16.f16", &mine, combine_m16n8k16<Operand::FLOAT16>);
 }
 void mma_m16n8k8_tf32(float* d, const uint32_t* a, uint32_t b0, uint32_t b1) {
+  require_sm80("mma of TF32");
   MultiplyOperands mine{d, a, {b0, b1}};
   warp_collective(~0u, "mma.m16n8k8.tf32", &mine, combine_m16n8k8);
 }

@@ -149,6 +149,7 @@ void copy_async(void* shared, const void* global, unsigned bytes, unsigned fille
   if (filled) count(GLOBAL_LOADS);
   note_ordinary_store(shared, bytes);
   const AsyncCopy copy{shared, global, bytes, filled, current_thread().open_group};
+  if (current_block().architecture < 80) return land(copy);  // through registers, without cp.async
   // Until the wait the contents are undefined: poison, or, in some random schedules, the copied data.
   if (current_block().schedule.kind == ScheduleKind::RANDOM && next_random() % 2) {
     land(copy);

@@ -13,6 +13,7 @@ DTYPE = {"float16": torch.float16, "bfloat16": torch.bfloat16, "tf32": torch.flo
 PTX = {"float16": "k16.f32.f16.f16", "bfloat16": "k16.f32.bf16.bf16", "tf32": "k8.f32.tf32.tf32"}
 SUMS = {"mma": 2**20, "wgmma": 2**18}
 CASES = [
+    (75, "mma", "float16"),
     *((80, "mma", type_) for type_ in DTYPE),
     *((90, "mma", type_) for type_ in DTYPE),
     *((90, "wgmma", type_) for type_ in ("float16", "bfloat16")),
@@ -50,11 +51,19 @@ def multiply(instruction, type_, architecture, a, b, c):
 
 def simulate(instruction, type_, architecture, a, b, c):
     mmasim = pytest.importorskip("mmasim.nv_ptx", reason="needs mmasim")
-    name = "Ampere" if architecture == 80 else "Hopper"
+    name = {75: "Turing", 80: "Ampere", 90: "Hopper"}[architecture]
+    if architecture == 75:  # two products of depth 8
+        simulator, half = mmasim.MMA(name, "m16n8k8.f32.f16.f16.f32"), a.shape[2] // 2
+        c = products(simulator, a[..., :half], b[:, :half], c)
+        return products(simulator, a[..., half:], b[:, half:], c)
     if instruction == "mma":
         simulator = mmasim.MMA(name, f"m16n8{PTX[type_]}.f32")
     else:
         simulator = mmasim.WGMMA(name, f"m64n64{PTX[type_]}")
+    return products(simulator, a, b, c)
+
+
+def products(simulator, a, b, c):
     rows, columns = c.shape[1:]
     left, right = a[:, :, None].expand(-1, -1, columns, -1), b.transpose(1, 2)[:, None].expand(-1, rows, -1, -1)
     parts = zip(*(tensor.split(2**16 // c[0].numel()) for tensor in (left, right, c)), strict=True)

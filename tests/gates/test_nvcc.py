@@ -35,13 +35,13 @@ VECTOR_KERNELS = (
 )
 
 
-ARCHITECTURES = ("80", "86", "90a", "100", "120")
+ARCHITECTURES = ("75", "80", "86", "90a", "100", "120")
 EVERY = int(os.environ.get("TRANSFORMER_KERNELS_GATES_EVERY", "1"))
 TWINS = {
-    "attention_float16": ("100", "120"),
+    "attention_float16": ("75", "100"),
     "attention_short_float16": ("86", "120"),
     "attention_float32": ("80",),
-    "geglu": ("100", "120"),
+    "geglu": ("75", "120"),
 }
 """Excluded if CI requests fewer: their templates are also in another file, which is compiled for sm_80 and sm_90a, or
 use no instruction that is specific to an architecture."""

@@ -98,7 +98,10 @@ def test_warps_take_32_queries_where_blocks_fill_the_gpu(path, dtype, width, len
     _extension.load().reset_counters()
     check_parity("attention", "cuda", tensors, {"return_lse": True, **options})
     launched = {cuda_launches.template(name) for name in _extension.load().launches()}
-    assert any(kernel == "attention_forward_kernel" and arguments.endswith(",2") for kernel, arguments in launched)
+    assert any(
+        kernel == "attention_forward_kernel" and arguments.endswith((",2,false", ",2,0"))
+        for kernel, arguments in launched
+    )
 
 
 @pytest.mark.parametrize("path", ["general", "short", SMALL], indirect=True)
@@ -499,7 +502,7 @@ def test_sm90_kernels_refuse_another_gpu(path, device, monkeypatch):
         tk.attention(**make(torch.float16, device, (8, 8), width=64), backend="cuda")
 
 
-ARCHITECTURES = [80, 86, 89, 90, 100, 120]
+ARCHITECTURES = [75, 80, 86, 89, 90, 100, 120]
 WITH_99_KIB = (86, 89, 120)
 
 
@@ -531,13 +534,50 @@ def architecture(request, monkeypatch, unplanned):
 )
 def test_every_gpu_has_kernels_that_fit(architecture, dtype, lengths, width, heads, biased, device):
     """The emulation rejects a launch above its architecture's shared memory, as a device does."""
+    if architecture == 75 and (dtype is torch.bfloat16 or width * dtype.itemsize > 256):
+        dtype, width = torch.float16, min(width, 128)
     tensors = make(dtype, device, lengths, batch=1, heads=(heads, 1), width=width)
     if biased:
         tensors["attn_bias"] = normal(1, 1, *lengths, dtype=dtype, device=device, seed=5)
     check_parity("attention", "cuda", tensors, {"causal": True})
 
 
+@pytest.mark.parametrize(
+    ("dtype", "width", "reason"),
+    [
+        (
+            torch.bfloat16,
+            32,
+            r"bfloat16 needs compute capability 8\.0 or newer \(Ampere\); this GPU has 7\.5: use float16",
+        ),
+        (
+            torch.float16,
+            129,
+            "in float16 above 128 the kernels need 98848 bytes .* gives a block 65536; use backend='torch'",
+        ),
+        (
+            torch.float32,
+            65,
+            "in float32 above 64 the kernels need 98848 bytes .* 65536; use float16 or backend='torch'",
+        ),
+    ],
+)
+def test_sm_75_refuses_what_it_lacks(dtype, width, reason, device, monkeypatch, unplanned):
+    if not _extension.emulating():
+        pytest.skip("a device is what it is")
+    monkeypatch.setenv("TRANSFORMER_KERNELS_EMULATE_ARCH", "75")
+    tensors = make(dtype, device, (8, 8), width=width)
+    with pytest.raises(tk.UnsupportedByBackend, match=reason):
+        tk.attention(**tensors, backend="cuda")
+    monkeypatch.setattr(_compiled, "SHARED_BYTES", {})
+    if dtype is not torch.bfloat16:
+        with pytest.raises(RuntimeError, match="98848 bytes of shared memory: a block of sm_75 has at most 65536"):
+            tk.attention(**tensors, backend="cuda")
+
+
 def test_what_fits_nowhere_is_refused_before_a_launch(architecture, device, monkeypatch):
+    if architecture == 75:
+        pytest.skip("float32 ends at head dimension 64")
     tensors = make(torch.float32, device, (20, 40), batch=1, heads=(1, 1), width=192)
     if architecture not in WITH_99_KIB:
         check_parity("attention", "cuda", tensors)
@@ -546,7 +586,7 @@ def test_what_fits_nowhere_is_refused_before_a_launch(architecture, device, monk
         tk.UnsupportedByBackend, match="131456 bytes of shared memory and this GPU gives a block 101376"
     ):
         tk.attention(**tensors, backend="cuda")
-    monkeypatch.setattr(_compiled, "FLOAT32_WIDE_BYTES", 0)  # the limit is what the launch needs
+    monkeypatch.setattr(_compiled, "SHARED_BYTES", {})  # the limit is what the launch needs
     out = tk.attention(**tensors, backend="cuda")
     with pytest.raises(RuntimeError, match=r"131088 bytes of shared memory: a block of sm_.* at most 101376"):
         out.sum().backward()
@@ -562,8 +602,8 @@ def test_what_fits_nowhere_is_refused_before_a_launch(architecture, device, monk
 def test_the_emulation_knows_its_architectures(device, monkeypatch):
     if not _extension.emulating():
         pytest.skip("a device is what it is")
-    monkeypatch.setenv("TRANSFORMER_KERNELS_EMULATE_ARCH", "75")
-    with pytest.raises(RuntimeError, match="EMULATE_ARCH is 75; the emulation knows 80, 86, 89, 90, 100 and 120"):
+    monkeypatch.setenv("TRANSFORMER_KERNELS_EMULATE_ARCH", "70")
+    with pytest.raises(RuntimeError, match="EMULATE_ARCH is 70; the emulation knows 75, 80, 86, 89, 90, 100 and 120"):
         tk.attention(**make(torch.float16, device, (8, 8)), backend="cuda")
 
 

@@ -38,6 +38,22 @@ def test_there_is_an_example_of_each():
 
 
 @PER_OPERATION
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_sm_75(op, vector_backend, dtype, device, monkeypatch, unplanned):
+    """Its blocks have 64 KiB, its tensor cores multiply float16, and copies to shared memory are synchronous."""
+    if not _extension.emulating():
+        pytest.skip("a device is what it is")
+    require(op, vector_backend, device, dtype)
+    monkeypatch.setenv("TRANSFORMER_KERNELS_EMULATE_ARCH", "75")
+    tensors = EXAMPLES[op].make(dtype=dtype, device=device)
+    if dtype is not torch.bfloat16:
+        parity(op, vector_backend, tensors)
+        return
+    with pytest.raises(tk.UnsupportedByBackend, match=r"bfloat16 needs compute capability 8\.0"):
+        function(op, vector_backend)(**tensors)
+
+
+@PER_OPERATION
 @pytest.mark.parametrize("layout", [*LAYOUTS, expanded], ids=lambda f: f.__name__)
 def test_any_layout(op, backend, device, layout):
     """Of all tensors, indices too; expanded, of one."""

@@ -18,6 +18,7 @@ class Backend(NamedTuple):
         unavailable: device -> why it cannot run there at all, with the remedy; None if it can.
         cause: the error that prevented loading, to be chained.
         machine: that of the families' `_compiled.py`, if the backend is a compiled module.
+        refused_dtype: (device, dtype) -> why the device does not compute in this dtype; None if it does.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Backend(NamedTuple):
     unavailable: Callable[[torch.device], str | None] = lambda device: None
     cause: Callable[[], BaseException | None] = lambda: None
     machine: Any = None
+    refused_dtype: Callable[[torch.device, torch.dtype], str | None] = lambda device, dtype: None
 
 
 REGISTERED: dict[str, Backend] = {}

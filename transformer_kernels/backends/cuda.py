@@ -220,4 +220,13 @@ def _refuse_stale(module: Any, path: Path) -> None:
         ) from cause
 
 
-register(Backend("cuda", {"cuda": 1}, unavailable, cause, sys.modules[__name__]))
+def _refused_dtype(device: torch.device, dtype: torch.dtype) -> str | None:
+    if dtype is not torch.bfloat16 or (found := load().architecture(device.index or 0)) >= 80:
+        return None
+    return (
+        f"bfloat16 needs compute capability 8.0 or newer (Ampere); this GPU has {found // 10}.{found % 10}: use "
+        "float16 or float32, or backend='torch'"
+    )
+
+
+register(Backend("cuda", {"cuda": 1}, unavailable, cause, sys.modules[__name__], _refused_dtype))

@@ -180,6 +180,8 @@ def _refusal(operation: Operation, backend: str, call: Any) -> str | None:
     kernels = kernels_of(operation, backend)
     if kernels is None:
         return f"it has no {operation.name} kernel"
+    if (refused := REGISTERED[backend].refused_dtype(call[0].device, call[0].dtype)) is not None:
+        return refused
     reason: str | None = kernels.unsupported(call)
     return reason
 

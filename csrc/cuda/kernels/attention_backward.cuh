@@ -8,12 +8,13 @@
 
 namespace transformer_kernels::attention {
 
-template <class T, int HEAD_DIM> struct BackwardShape {
+template <class T, int HEAD_DIM, bool SMALL = false> struct BackwardShape {
   static constexpr bool WIDE = HEAD_DIM > 128;
   static constexpr bool FLOAT = sizeof(T) == 4;
   static constexpr int OWNED = FLOAT && WIDE ? 32 : 64;  // rows that a block owns
-  // Rows per step. Shared memory fits the 99 KiB of smaller GPUs, except fp32 above head dimension 128.
-  static constexpr int STREAMED = FLOAT ? (HEAD_DIM > 64 ? 16 : 32) : WIDE ? 16 : HEAD_DIM > 64 ? 32 : 64;
+  // Rows per step. Shared memory fits the 99 KiB of smaller GPUs, except fp32 above head dimension 128; SMALL fits the
+  // 64 KiB of sm_75.
+  static constexpr int STREAMED = SMALL ? 16 : FLOAT ? (HEAD_DIM > 64 ? 16 : 32) : WIDE ? 16 : HEAD_DIM > 64 ? 32 : 64;
   static constexpr int COLUMNS = WIDE ? HEAD_DIM / 2 : HEAD_DIM;  // of dK and dV per block, limited by registers
   static constexpr int THREADS = OWNED / 16 * WARP_SIZE;
   static constexpr int BLOCKS = WIDE ? 1 : 2;  // per multiprocessor; more would spill
@@ -46,10 +47,10 @@ __global__ void __launch_bounds__(128) attention_delta_kernel(const Arguments ar
 }
 
 // One block owns OWNED queries of one head and loops over the keys, as forward does, for dQ = scale * dS K.
-template <class T, int HEAD_DIM, bool EXTRAS>
-__global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardShape<T, HEAD_DIM>::BLOCKS)
+template <class T, int HEAD_DIM, bool EXTRAS, bool SMALL>
+__global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM, SMALL>::THREADS, BackwardShape<T, HEAD_DIM>::BLOCKS)
     attention_backward_query_kernel(const Arguments arguments) {
-  using Shape = BackwardShape<T, HEAD_DIM>;
+  using Shape = BackwardShape<T, HEAD_DIM, SMALL>;
   constexpr int QUERIES = Shape::OWNED, KEYS = Shape::STREAMED, THREADS = Shape::THREADS;
   SharedMemory shared;
   const Tile<T, HEAD_DIM> queries{shared.take<T, 1024>(QUERIES * HEAD_DIM)};
@@ -167,10 +168,10 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
 // One block owns OWNED keys of one key head (and COLUMNS columns of their gradients) and loops over the queries of
 // every query head of its group: dV = P^T dO, dK = scale * dS^T Q. Scores are transposed, keys along the rows, so that
 // P^T and dS^T are operands in registers.
-template <class T, int HEAD_DIM, bool EXTRAS>
-__global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardShape<T, HEAD_DIM>::BLOCKS)
+template <class T, int HEAD_DIM, bool EXTRAS, bool SMALL>
+__global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM, SMALL>::THREADS, BackwardShape<T, HEAD_DIM>::BLOCKS)
     attention_backward_key_value_kernel(const Arguments arguments) {
-  using Shape = BackwardShape<T, HEAD_DIM>;
+  using Shape = BackwardShape<T, HEAD_DIM, SMALL>;
   constexpr int KEYS = Shape::OWNED, QUERIES = Shape::STREAMED, THREADS = Shape::THREADS, COLUMNS = Shape::COLUMNS;
   constexpr int PARTS = HEAD_DIM / COLUMNS;
   SharedMemory shared;
@@ -441,24 +442,27 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
   }
 }
 
-template <class T, int HEAD_DIM, bool EXTRAS> void launch_backward_products(const Arguments& arguments, Stream stream) {
-  using Shape = BackwardShape<T, HEAD_DIM>;
+template <class T, int HEAD_DIM, bool EXTRAS, bool SMALL>
+void launch_backward_products(const Arguments& arguments, Stream stream) {
+  using Shape = BackwardShape<T, HEAD_DIM, SMALL>;
   const int64_t query_blocks =
       ceil_div(arguments.query_length, Shape::OWNED) * arguments.query_heads * arguments.batches;
   const int64_t key_blocks = ceil_div(arguments.key_length, Shape::OWNED) * arguments.key_heads * arguments.batches *
                              (HEAD_DIM / Shape::COLUMNS);
-  launch<attention_backward_query_kernel<T, HEAD_DIM, EXTRAS>>("attention_backward_query", grid_of(query_blocks),
-                                                               Shape::THREADS, Shape::QUERY_BYTES, stream, arguments);
-  launch<attention_backward_key_value_kernel<T, HEAD_DIM, EXTRAS>>("attention_backward_key_value", grid_of(key_blocks),
-                                                                   Shape::THREADS, Shape::key_value_bytes(EXTRAS),
-                                                                   stream, arguments);
+  launch<attention_backward_query_kernel<T, HEAD_DIM, EXTRAS, SMALL>>(
+      "attention_backward_query", grid_of(query_blocks), Shape::THREADS, Shape::QUERY_BYTES, stream, arguments);
+  launch<attention_backward_key_value_kernel<T, HEAD_DIM, EXTRAS, SMALL>>(
+      "attention_backward_key_value", grid_of(key_blocks), Shape::THREADS, Shape::key_value_bytes(EXTRAS), stream,
+      arguments);
 }
 
 template <class T> void launch_backward(const Arguments& arguments, const float* dlse, Stream stream) {
   const int64_t rows = static_cast<int64_t>(arguments.batches) * arguments.query_heads * arguments.query_length;
   launch<attention_delta_kernel<T>>("attention_delta", grid_of(ceil_div(rows, 4)), 128, 0, stream, arguments, dlse);
   dispatch_head_dim<T>(arguments, [&](auto head_dim, auto extras) {
-    launch_backward_products<T, head_dim.value, extras.value>(arguments, stream);
+    with_block_size<T, head_dim.value>(stream.device, [&](auto small) {
+      launch_backward_products<T, head_dim.value, extras.value, small.value>(arguments, stream);
+    });
   });
   if (!arguments.dbias.data) return;
   dispatch_head_dim<T>(arguments, [&](auto head_dim, auto) {

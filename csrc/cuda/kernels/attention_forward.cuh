@@ -6,11 +6,11 @@
 
 namespace transformer_kernels::attention {
 
-// A warp has SLABS times 16 queries.
-template <class T, int HEAD_DIM, int SLABS> struct ForwardShape {
+// A warp has SLABS times 16 queries. SMALL fits the 64 KiB of sm_75.
+template <class T, int HEAD_DIM, int SLABS, bool SMALL> struct ForwardShape {
   static constexpr bool WIDE = HEAD_DIM > 128;
   static constexpr int QUERIES = (sizeof(T) == 4 && WIDE ? 32 : 64) * SLABS;
-  static constexpr int KEYS = sizeof(T) == 4 ? (WIDE ? 16 : 32) : (HEAD_DIM * SLABS > 128 ? 32 : 64);
+  static constexpr int KEYS = sizeof(T) == 4 ? (WIDE ? 16 : 32) : (SMALL || HEAD_DIM * SLABS > 128 ? 32 : 64);
   static constexpr int THREADS = QUERIES / 16 / SLABS * WARP_SIZE;
   static constexpr int SHARED_BYTES = shared_bytes_after<uint8_t>(
       KEYS, shared_bytes_after<Interval>(QUERIES, (QUERIES + 4 * KEYS) * HEAD_DIM * static_cast<int>(sizeof(T))));
@@ -154,10 +154,10 @@ template <class T, int HEAD_DIM, bool SCALED, int SLABS = 1> struct AttendedRows
 
 // One block owns QUERIES queries of one head; each warp owns SLABS times 16 of them. EXTRAS:
 // Arguments::has_extras(), or fp32. Masks and partial tiles affect only boundary tiles.
-template <class T, int HEAD_DIM, bool EXTRAS, int SLABS>
-__global__ void __launch_bounds__(ForwardShape<T, HEAD_DIM, SLABS>::THREADS, FORWARD_BLOCKS<HEAD_DIM, SLABS>)
+template <class T, int HEAD_DIM, bool EXTRAS, int SLABS, bool SMALL>
+__global__ void __launch_bounds__(ForwardShape<T, HEAD_DIM, SLABS, SMALL>::THREADS, FORWARD_BLOCKS<HEAD_DIM, SLABS>)
     attention_forward_kernel(const Arguments arguments) {
-  using Shape = ForwardShape<T, HEAD_DIM, SLABS>;
+  using Shape = ForwardShape<T, HEAD_DIM, SLABS, SMALL>;
   constexpr int QUERIES = Shape::QUERIES, KEYS = Shape::KEYS, THREADS = Shape::THREADS;
   SharedMemory shared;
   const Tile<T, HEAD_DIM> queries{shared.take<T, 1024>(QUERIES * HEAD_DIM)};
@@ -239,17 +239,17 @@ inline bool takes_two_slabs(const Arguments& arguments, int device) {
 
 template <class T> void launch_forward(const Arguments& arguments, Stream stream) {
   dispatch_head_dim<T>(arguments, [&](auto head_dim, auto extras) {
-    const auto with_slabs = [&](auto slabs) {
-      using Shape = ForwardShape<T, head_dim.value, slabs.value>;
+    const auto with_slabs = [&](auto slabs, auto small) {
+      using Shape = ForwardShape<T, head_dim.value, slabs.value, small.value>;
       const int64_t blocks =
           ceil_div(arguments.query_length, Shape::QUERIES) * arguments.query_heads * arguments.batches;
-      launch<attention_forward_kernel<T, head_dim.value, extras.value, slabs.value>>(
+      launch<attention_forward_kernel<T, head_dim.value, extras.value, slabs.value, small.value>>(
           "attention_forward", grid_of(blocks), Shape::THREADS, Shape::SHARED_BYTES, stream, arguments);
     };
     if constexpr (sizeof(T) == 2 && head_dim.value == 64) {
-      if (takes_two_slabs(arguments, stream.device)) return with_slabs(Constant<2>{});
+      if (takes_two_slabs(arguments, stream.device)) return with_slabs(Constant<2>{}, std::false_type{});
     }
-    with_slabs(Constant<1>{});
+    with_block_size<T, head_dim.value>(stream.device, [&](auto small) { with_slabs(Constant<1>{}, small); });
   });
 }
 

@@ -39,4 +39,13 @@ template <class T, class F> void dispatch_head_dim(const Arguments& arguments, F
   f(Constant<256>{}, std::true_type{});
 }
 
+// Calls f(small): whether a block has the 64 KiB of sm_75 only, and needs smaller tiles for rows of 256 bytes. Shorter
+// rows fit anyway; longer ones do not.
+template <class T, int HEAD_DIM, class F> void with_block_size(int device, F&& f) {
+  if constexpr (HEAD_DIM * sizeof(T) == 256) {
+    if (shared_memory_per_block(device) <= 64 * 1024) return f(std::true_type{});
+  }
+  f(std::false_type{});
+}
+
 }  // namespace transformer_kernels::attention

@@ -1,4 +1,4 @@
-// Tensor cores of sm_80 and up: ldmatrix loads the operands of mma from shared memory.
+// Tensor cores: ldmatrix loads the operands of mma from shared memory. Those of sm_75 multiply float16 only.
 // Lane l of a warp has group g = l / 4 and index t = l % 4. An accumulator d of a 16 x 8 product contains
 // d[0], d[1] = (row g, columns 2t, 2t + 1) and d[2], d[3] = (row g + 8, the same columns).
 #pragma once
@@ -27,6 +27,19 @@ TK_DEVICE void ldmatrix_x4_transposed(uint32_t (&registers)[4], const void* shar
 // d (16 x 8, fp32) += a (16 x 16) b (16 x 8), operands of type T packed in pairs. a[0]: (g, 2t..), a[1]: (g + 8, 2t..),
 // a[2]: (g, 2t + 8..), a[3]: (g + 8, 2t + 8..); b0: (2t.., g), b1: (2t + 8.., g).
 template <class T> TK_DEVICE void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+template <> TK_DEVICE void mma_m16n8k16<bfloat16>(float (&)[4], const uint32_t (&)[4], uint32_t, uint32_t) {
+  __trap();  // the backend refuses bfloat16 on sm_75
+}
+// As two products of depth 8: registers 0 and 1 of `a` are its first 8 columns.
+template <> TK_DEVICE void mma_m16n8k16<float16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[2 * half]), "r"(a[2 * half + 1]), "r"(half ? b1 : b0));
+}
+#else
 template <>
 TK_DEVICE void mma_m16n8k16<bfloat16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile(
@@ -42,6 +55,7 @@ template <> TK_DEVICE void mma_m16n8k16<float16>(float (&d)[4], const uint32_t (
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+#endif
 
 // d (16 x 8) += a (16 x 8) b (8 x 8) in TF32: fp32 words of which the tensor core drops the low 13 bits.
 // a[0]: (g, t), a[1]: (g + 8, t), a[2]: (g, t + 4), a[3]: (g + 8, t + 4); b0: (t, g), b1: (t + 4, g).

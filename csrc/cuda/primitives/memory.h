@@ -52,6 +52,20 @@ class SharedMemory {
   int offset_ = 0;
 };
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+// sm_75 has no asynchronous copies: these go through registers and have landed when they return.
+template <class T> TK_DEVICE void copy_through_registers(void* shared, const void* global, bool valid) {
+  *static_cast<T*>(shared) = valid ? *static_cast<const T*>(global) : T{};
+}
+TK_DEVICE void copy_async_16(void* shared, const void* global, bool valid) {
+  copy_through_registers<uint4>(shared, global, valid);
+}
+TK_DEVICE void copy_async_4(void* shared, const void* global, bool valid) {
+  copy_through_registers<uint32_t>(shared, global, valid);
+}
+TK_DEVICE void copy_async_commit() {}
+template <int PENDING> TK_DEVICE void copy_async_wait() {}
+#else
 // Starts a copy of 16 bytes from global to shared memory; writes zeros if `valid` is false (nothing is read then).
 TK_DEVICE void copy_async_16(void* shared, const void* global, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
@@ -70,6 +84,7 @@ TK_DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "
 template <int PENDING> TK_DEVICE void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
+#endif
 
 #else
 

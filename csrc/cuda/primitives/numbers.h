@@ -75,7 +75,13 @@ template <class T> TK_DEVICE float exponential(float x) {
 template <class T> TK_DEVICE uint32_t pack_pair(float low, float high);
 template <class T> TK_DEVICE float2 unpack_pair(uint32_t pair);
 
-#if defined(__CUDACC__)
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+template <class T> TK_DEVICE uint32_t pack_pair(float low, float high) {
+  const T pair[2] = {from_float<T>(low), from_float<T>(high)};
+  return static_cast<uint32_t>(reinterpret_cast<const uint16_t&>(pair[0])) |
+         static_cast<uint32_t>(reinterpret_cast<const uint16_t&>(pair[1])) << 16;
+}
+#elif defined(__CUDACC__)
 template <> TK_DEVICE uint32_t pack_pair<bfloat16>(float low, float high) {
   uint32_t pair;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
@@ -86,6 +92,8 @@ template <> TK_DEVICE uint32_t pack_pair<float16>(float low, float high) {
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
 }
+#endif
+#if defined(__CUDACC__)
 template <> TK_DEVICE float2 unpack_pair<float16>(uint32_t pair) {
   return make_float2(__half2float(__ushort_as_half(static_cast<unsigned short>(pair & 0xffffu))),
                      __half2float(__ushort_as_half(static_cast<unsigned short>(pair >> 16))));

@@ -24,10 +24,13 @@ from transformer_kernels.ops.rotary._compiled import Kernels as RotaryKernels
 if TYPE_CHECKING:
     from transformer_kernels.ops.attention.packed import PackedAttentionCall
 
-MAX_HEAD_DIM = 256
-MAX_FLOAT32_HEAD_DIM = 128
-"""In fp32 on GPUs that give a block less than FLOAT32_WIDE_BYTES of shared memory, as those with 99 KiB do."""
-FLOAT32_WIDE_BYTES = 131456
+HEAD_DIMS = (32, 64, 128, 256)
+"""The compiled ones; others run on the next."""
+MAX_HEAD_DIM = HEAD_DIMS[-1]
+SHARED_BYTES = {1024: 131456, 512: 98848}
+"""By bytes of a row of keys: shared memory of a block of the largest kernel, the backward pass in fp32 above head
+dimension 128, which GPUs with 99 KiB lack, and the forward pass at half that width, which sm_75 with 64 KiB lacks.
+Shorter rows fit everywhere."""
 
 MAX_WHOLE_HEAD_DIM = 128
 """On a GPU, above it a block owns half the columns of dK, which rotary's kernel then rotates back in global memory."""
@@ -261,14 +264,16 @@ def _unsupported_on_gpu(call: AttentionCall) -> str | None:
     width = call.q.shape[3]
     if width > MAX_HEAD_DIM:
         return f"the head dimension is {width}, above {MAX_HEAD_DIM}; backend='torch' takes it"
-    if call.q.dtype is torch.float32 and width > MAX_FLOAT32_HEAD_DIM:
-        given = cuda.load().shared_memory_per_block(call.q.device.index or 0)
-        if given < FLOAT32_WIDE_BYTES:
-            return (
-                f"the head dimension is {width}; in float32 above {MAX_FLOAT32_HEAD_DIM} the backward pass needs "
-                f"{FLOAT32_WIDE_BYTES} bytes of shared memory and this GPU gives a block {given}; use float16 or "
-                "bfloat16, or backend='torch'"
-            )
+    itemsize = call.q.element_size()
+    compiled = next(bound for bound in HEAD_DIMS if width <= bound)
+    needed = SHARED_BYTES.get(compiled * itemsize, 0)
+    if needed and (given := cuda.load().shared_memory_per_block(call.q.device.index or 0)) < needed:
+        largest = HEAD_DIMS[HEAD_DIMS.index(compiled) - 1]
+        smaller = "float16 or " * (itemsize == 4)
+        return (
+            f"the head dimension is {width}; in {str(call.q.dtype)[6:]} above {largest} the kernels need {needed} "
+            f"bytes of shared memory and this GPU gives a block {given}; use {smaller}backend='torch'"
+        )
     return None
 
 
