@@ -3,6 +3,9 @@
     import transformer_kernels.huggingface
     model = AutoModel.from_pretrained(folder, attn_implementation="transformer_kernels")
 
+transformers and sentence-transformers run their padding-free code if the name contains "flash":
+"transformer_kernels_flash" is the same attention by FlashAttention's contract (`flash_attention_forward`).
+
 Two functions are registered under that name: one that computes attention, and one that makes the mask for it. Plain
 padding stays a mask of keys (B, Lk) and plain causality a flag. Windows, packed sequences, offsets of caches and their
 conjunctions with padding are recognised by the functions of `transformers.masking_utils` that they are composed of, and
@@ -46,7 +49,13 @@ def require_transformers() -> None:
 
 
 require_transformers()
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils  # noqa: E402
+from transformers import (  # noqa: E402
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedModel,
+    masking_utils,
+    modeling_flash_attention_utils,
+)
 from transformers.masking_utils import (  # noqa: E402
     bidirectional_mask_function,
     causal_mask_function,
@@ -54,14 +63,16 @@ from transformers.masking_utils import (  # noqa: E402
     sdpa_mask,
 )
 
-__all__ = ["NAME", "MaskPattern", "attention_forward", "attention_mask"]
+__all__ = ["FLASH_NAME", "NAME", "MaskPattern", "attention_forward", "attention_mask", "flash_attention_forward"]
 
 NAME = "transformer_kernels"
+FLASH_NAME = "transformer_kernels_flash"
 REFUSED = {
     "sinks": "attention sinks",
     "indices": "keys chosen for each query",
     "block_indices": "blocks of keys chosen for each query",
     "read_index": "paged caches",
+    "block_table": "paged caches",
     "head_mask": "head masks",
 }
 
@@ -94,11 +105,13 @@ def attention_forward(
         scaling: multiplies the scores; 1 / sqrt(D) unless given.
         is_causal: query i sees the keys j <= i + Lk - Lq.
         position_bias: added to the scores; broadcasts to (B, H, Lq, Lk). It may require grad.
-        sliding_window: with i' = i + Lk - Lq, a query sees i' - j < sliding_window.
+        sliding_window: with i' = i + Lk - Lq, a query sees i' - j < sliding_window, and without causality also
+            j - i' < sliding_window.
         softcap: the scores become softcap * tanh(scores / softcap) before anything is added (Gemma 2).
         s_aux: (H,), a logit of each head that joins the denominator of the softmax (gpt-oss).
         kwargs: with `output_attentions` or `return_attention` true, the weights are returned beside the result. Without
-            a mask, `cu_seq_lens_q` and `cu_seq_lens_k` are the bounds of packed sequences, as in FlashAttention.
+            a mask, or beside a window, `cu_seq_lens_q` and `cu_seq_lens_k` are the bounds of packed sequences, as in
+            FlashAttention.
     Returns:
         (B, Lq, H, D), and the weights before dropout (B, H, Lq, Lk), or None. A query that sees no key gives zeros.
     Raises:
@@ -108,7 +121,8 @@ def attention_forward(
     _refuse(module, kwargs)
     if refused(type(module).__name__, getattr(module, "backend", None), (query, key, value)) is not None:
         given = {"sliding_window": sliding_window, "position_bias": position_bias, "softcap": softcap, "s_aux": s_aux}
-        mask = _eager_mask(module, query, key, attention_mask, is_causal, sliding_window)
+        packing = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
+        mask = _eager_mask(module, query, key, attention_mask, is_causal, sliding_window, packing)
         given |= {"dropout": dropout, "scaling": query.shape[-1] ** -0.5 if scaling is None else scaling, **kwargs}
         return _eager_function(module)(module, query, key, value, mask, **given)
     wanted = kwargs.get("output_attentions") or kwargs.get("return_attention")
@@ -116,9 +130,11 @@ def attention_forward(
     sinks = None if s_aux is None else s_aux.flatten()
     shared: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": sinks, "backend": backend}
     mixed = None
-    bounds = kwargs.get("cu_seq_lens_q") if attention_mask is None else None
-    if sliding_window is not None and sliding_window >= key.shape[2]:
-        sliding_window = None  # it hides nothing
+    bounds = kwargs.get("cu_seq_lens_q") if may_be_packed(attention_mask) else None
+    reach: tuple[int | None, int | None] | None = None
+    if bounds is not None and isinstance(attention_mask, MaskPattern):
+        reach = attention_mask.left, attention_mask.right
+        attention_mask = None
     if isinstance(attention_mask, MaskPattern):
         same = (query.shape[0], query.shape[2], key.shape[2]) == tuple(attention_mask.shape[i] for i in (0, 2, 3))
         if same and (position_bias is None or attention_mask.cu_seqlens is None):
@@ -129,10 +145,9 @@ def attention_forward(
                 return mixed, None
         attention_mask = attention_mask.dense()
     padding, bias, visible = _parted(attention_mask)
-    if visible:
-        causal, sliding_window = False, None
-    else:
-        causal = _is_causal(module, is_causal)
+    causal = not visible and reach is None and _is_causal(module, is_causal)
+    if not visible and sliding_window is not None and sliding_window < key.shape[2] and reach is None:
+        reach = (sliding_window - 1, 0 if causal else sliding_window - 1)
     if position_bias is not None:
         bias = position_bias if bias is None else _added(bias, position_bias)
     bias = _typed(bias, query)
@@ -140,7 +155,7 @@ def attention_forward(
         "causal": causal,
         "key_padding_mask": padding,
         "attn_bias": bias,
-        "window": sliding_window,
+        "window": reach,
         "cu_seqlens": bounds,
         "cu_seqlens_k": None if bounds is None else _key_bounds(bounds, kwargs.get("cu_seq_lens_k")),
         **shared,
@@ -158,9 +173,19 @@ def _eager_function(module: Any) -> Any:
 
 
 def _eager_mask(
-    module: torch.nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool | None, window: int | None
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    is_causal: bool | None,
+    window: int | None,
+    bounds: tuple[Tensor | None, Tensor | None],
 ) -> Tensor:
     """The mask of `attention_forward` as eager attention takes it: added to the scores, causality included."""
+    sequences = None
+    if bounds[0] is not None and may_be_packed(mask):
+        of_queries, of_keys = bounds[0], bounds[0] if bounds[1] is None else bounds[1]
+        sequences = (_sequences(of_queries, query)[:, None], _sequences(of_keys, key))
     if isinstance(mask, MaskPattern):
         mask = mask.dense()
     queries, keys = query.shape[2], key.shape[2]
@@ -169,13 +194,92 @@ def _eager_mask(
         if mask.dtype is not torch.bool:
             return mask
         seen = mask
-    elif _is_causal(module, is_causal):
-        seen = seen.tril(keys - queries)
+    else:
+        causal = _is_causal(module, is_causal)
         if window is not None:
-            seen = seen & seen.triu(keys - queries - window + 1)
+            seen = seen.tril(keys - queries + window - 1).triu(keys - queries - window + 1)
+        seen = seen.tril(keys - queries) if causal else seen
     if mask is not None and mask.dim() == 2:
         seen = seen & mask.bool()[:, None, None, :]
+    if sequences is not None:
+        seen = seen & (sequences[0] == sequences[1])
     return torch.zeros((), dtype=query.dtype, device=query.device).where(seen, torch.finfo(query.dtype).min)
+
+
+def _sequences(bounds: Tensor, x: Tensor) -> Tensor:
+    """The sequence of each of the L tokens of x (1, H, L, D)."""
+    return torch.bucketize(torch.arange(x.shape[2], device=x.device), bounds, right=True)
+
+
+def flash_attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`attention_forward` by FlashAttention's contract: sequences may be packed in one row without a mask.
+
+    Their bounds are `cu_seq_lens_q` and `cu_seq_lens_k`, or the restarts of `position_ids` (1, L). Beyond that contract
+    it computes float32, masks of four dimensions and position biases.
+
+    Raises:
+        ValueError: as `attention_forward`; positions of packed sequences that do not all restart at the same number.
+    """
+    positions: Any = kwargs.get("position_ids")
+    one_row = query.shape[0] == 1 and query.shape[2] == key.shape[2] and may_be_packed(attention_mask)
+    if one_row and kwargs.get("cu_seq_lens_q") is None and getattr(positions, "shape", None) == (1, query.shape[2]):
+        kwargs["cu_seq_lens_q"] = _restarts(positions)
+    return attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+def may_be_packed(mask: Tensor | None) -> bool:
+    """Whether a mask leaves it to the bounds of packed sequences which of them a key belongs to."""
+    if isinstance(mask, MaskPattern):
+        return mask.shape[0] == 1 and mask.padding is None and mask.cu_seqlens is None
+    return mask is None
+
+
+def _restarts(positions: Tensor) -> Tensor | None:
+    """The bounds of packed sequences by their positions (1, L); None for a single sequence."""
+    first = positions.min()
+    starts = (positions[0] == first).nonzero().flatten()
+    ends = (positions[0].diff() != 1).sum()
+    if starts.numel() == 1 and not ends:
+        return None
+    if positions[0, 0] != first:
+        raise ValueError("attention: position_ids of packed sequences must restart at the smallest; got another first")
+    return torch.nn.functional.pad(starts, (0, 1), value=positions.shape[1]).int()
+
+
+def flash_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    s_aux: Tensor | None = None,
+) -> Tensor:
+    """`flash_attn_func` (B, L, H, D), and with bounds `flash_attn_varlen_func` (T, H, D), of the package flash_attn."""
+    packed = cu_seqlens_q is not None
+    q, k, v = (x.unsqueeze(0).transpose(1, 2) if packed else x.transpose(1, 2) for x in (q, k, v))
+    left, right = (None if reach < 0 else reach for reach in window_size)
+    options: dict[str, Any] = {"softcap": softcap or None, "sinks": s_aux, "window": (left, right)}
+    options["cu_seqlens_k"] = None if cu_seqlens_q is None else _key_bounds(cu_seqlens_q, cu_seqlens_k)
+    out: Any = ops.attention(
+        q, k, v, dropout_p=dropout_p, scale=softmax_scale, causal=causal, cu_seqlens=cu_seqlens_q, **options
+    )
+    out = out.transpose(1, 2)
+    return out.squeeze(0) if packed else out
 
 
 def _key_bounds(bounds: Tensor, key_bounds: Tensor | None) -> Tensor | None:
@@ -484,5 +588,21 @@ def attention_mask(
     return None if skipped and isinstance(q_offset, int) and known.hides_the_future_at_most() else known
 
 
+def _with_ours(load: Callable[..., Any]) -> Callable[..., Any]:
+    """`_lazy_imports` of transformers, which for a name with "flash" imports functions of the package flash_attn."""
+
+    @functools.wraps(load)
+    def loaded(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
+        if implementation != FLASH_NAME:
+            return load(implementation, *args, **kwargs)
+        utilities = modeling_flash_attention_utils
+        return flash_attn, flash_attn, None, utilities._pad_input, utilities._unpad_input
+
+    return loaded
+
+
 AttentionInterface.register(NAME, attention_forward)
-AttentionMaskInterface.register(NAME, attention_mask)
+AttentionInterface.register(FLASH_NAME, flash_attention_forward)
+for _name in (NAME, FLASH_NAME):
+    AttentionMaskInterface.register(_name, attention_mask)
+modeling_flash_attention_utils._lazy_imports = _with_ours(modeling_flash_attention_utils._lazy_imports)
