@@ -430,7 +430,7 @@ def test_packed_rows_with_padding_or_a_cache_are_dense():
         options = {"mask_function": packed(KNOWN["causal"]), "allow_is_causal_skip": False, **given}
         if "q_offset" not in given:
             assert torch.equal(huggingface.attention_mask(B, 7, 7, **options), masking.sdpa_mask(B, 7, 7, **options))
-        assert huggingface._pattern({"batch_size": B, "q_length": 7, "kv_length": 7, "q_offset": 0, "kv_offset": 0,
+        assert huggingface.pattern_of({"batch_size": B, "q_length": 7, "kv_length": 7, "q_offset": 0, "kv_offset": 0,
                                      "attention_mask": None, **options}, None, "cpu") is None  # fmt: skip
 
 
