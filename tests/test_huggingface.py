@@ -16,21 +16,22 @@ huggingface = pytest.importorskip("transformer_kernels.huggingface", reason="tra
 masking = pytest.importorskip("transformers.masking_utils")
 
 
-def with_our_attention(model):
+def with_our_attention(model, name=huggingface.NAME):
     ours = copy.deepcopy(model)
     if not ours._can_set_attn_implementation():
         pytest.skip("this release of transformers does not let the attention of this model be chosen")  # T5 before 5.18
-    ours.set_attn_implementation(huggingface.NAME)
-    assert ours.config._attn_implementation == huggingface.NAME
+    ours.set_attn_implementation(name)
+    assert ours.config._attn_implementation == name
     return ours
 
 
+@pytest.mark.parametrize("name", [huggingface.NAME, huggingface.FLASH_NAME])
 @pytest.mark.parametrize("padding", ["right", "left"])
 @pytest.mark.parametrize("family", models.FAMILIES)
-def test_models_match_eager(family, padding):
+def test_models_match_eager(family, padding, name):
     eager, batch = models.make(family), models.inputs(family, padding)
     exact = models.run(family, models.exact(eager), batch)
-    ours = models.run(family, with_our_attention(eager), batch)
+    ours = models.run(family, with_our_attention(eager, name), batch)
     models.assert_within_budget(ours, models.run(family, eager, batch), exact)
 
 
@@ -74,6 +75,114 @@ def test_packed_keys_may_have_bounds_of_their_own():
         queries, keys = (slice(each[i], each[i + 1]) for each in (of_queries, of_keys))
         alone = torch.nn.functional.scaled_dot_product_attention(q[:, :, queries], k[:, :, keys], v[:, :, keys])
         torch.testing.assert_close(out[:, queries], alone.transpose(1, 2))
+
+
+def one_by_one(model, sequences, shift):
+    """Logits, loss and gradients of sequences that are run alone; the first token is no label."""
+    model.zero_grad()
+    outs = [model(input_ids=torch.tensor([tokens])).logits[0] for tokens in sequences]
+    rows = torch.cat([logits[: len(logits) - 1] if shift else logits[1:] for logits in outs])
+    loss = torch.nn.functional.cross_entropy(
+        rows, torch.tensor([label for tokens in sequences for label in tokens[1:]])
+    )
+    loss.backward()
+    gradients = {f"d{name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"logits": torch.cat(outs).detach()[None], "loss": loss.detach(), **gradients}
+
+
+@pytest.mark.parametrize("bounds", [True, False], ids=["bounds", "positions"])
+@pytest.mark.parametrize("family", ["bert", "modernbert", "gpt2", "llama", "mistral", "gemma2"])
+def test_flattened_batches_match_sequences_alone(family, bounds):
+    """The batches of DataCollatorWithFlattening, by the name that contains "flash"."""
+    if family == "modernbert" and not bounds:
+        pytest.skip("its layers are not given positions")
+    attention = "eager" if family in NOT_BY_SDPA else "sdpa"
+    eager = windowed(family, attention) if family in WINDOWED else models.make(family, attention)
+    generator = torch.Generator().manual_seed(4)
+    sequences = [torch.randint(3, models.VOCABULARY, (length,), generator=generator).tolist() for length in (4, 11, 9)]
+    collator = models.transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=bounds)
+    batch = collator([{"input_ids": tokens, "labels": tokens} for tokens in sequences])
+    batch |= {} if family in ("bert", "modernbert") else {"use_cache": False}
+    causal = family not in ("bert", "modernbert")
+    expected = one_by_one(copy.deepcopy(eager).double(), sequences, causal)
+    alone = one_by_one(copy.deepcopy(eager), sequences, causal)
+    ours = with_our_attention(eager, huggingface.FLASH_NAME)
+    out = ours(**batch)
+    out.loss.backward()
+    found = {f"d{name}": p.grad for name, p in ours.named_parameters() if p.grad is not None}
+    found |= {"logits": out.logits.detach(), "loss": out.loss.detach()}
+    models.assert_within_budget(found, alone, expected)
+
+
+FLASH = {
+    "padding": {"attention_mask": torch.tensor([[True] * 9, [True] * 6 + [False] * 3])},
+    "left padding": {"attention_mask": torch.tensor([[True] * 9, [False] * 3 + [True] * 6])},
+    "causal": {"is_causal": True},
+    "window": {"sliding_window": 3},
+    "causal window": {"is_causal": True, "sliding_window": 3},
+    "softcap": {"softcap": 0.7},
+    "sinks": {"s_aux": torch.randn(H := 4, generator=torch.Generator().manual_seed(3))},
+    "bounds": {"cu_seq_lens_q": (bounds := torch.tensor([0, 5, 9]).int()), "cu_seq_lens_k": bounds, "max_length_q": 5,
+               "max_length_k": 5, "sliding_window": 3},
+    "positions": {"position_ids": torch.tensor([[2, 3, 4, 5, 2, 3, 2, 3, 4]]), "is_causal": True},
+    "one sequence": {"position_ids": torch.arange(3, 12)[None]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FLASH)
+def test_the_contract_is_that_of_flash_attention(name):
+    """transformers' own code for FlashAttention calls `flash_attn`; both have the same results at real tokens."""
+    torch.manual_seed(0)
+    given = {"is_causal": False, **FLASH[name]}
+    batch = 2 if "padding" in name else 1
+    shapes = ((batch, heads, 9, 8) for heads in (4, 2, 2))
+    leaves = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    module = torch.nn.Linear(1, 1)
+    module.config = SimpleNamespace(_attn_implementation=huggingface.FLASH_NAME)
+    real = given.get("attention_mask", torch.ones(batch, 9))[:, :, None, None]
+    theirs = pytest.importorskip("transformers.integrations.flash_attention").flash_attention_forward
+    results = []
+    for function in (huggingface.flash_attention_forward, theirs):
+        out = function(module, *leaves, **{"attention_mask": None, **given})[0] * real
+        weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+        results.append([out, *torch.autograd.grad((out * weight).sum(), leaves)])
+    for mine, expected in zip(*results, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=2e-6)
+    everything = dict.fromkeys(given, None) | {"is_causal": False, "attention_mask": None}
+    plain = huggingface.flash_attention_forward(module, *leaves, **everything)[0]
+    assert torch.allclose(plain, results[0][0], atol=1e-4) == (name == "one sequence")
+
+
+def test_a_window_of_packed_bidirectional_sequences():
+    """By the name without "flash" too: sentence-transformers packs the texts of a patched ModernBERT."""
+    model = windowed("modernbert", "sdpa").model.eval()
+    ours, tokens = with_our_attention(model), torch.arange(3, 33).unsqueeze(0)
+    bounds, positions = torch.tensor([0, 12, 30]).int(), torch.cat([torch.arange(12), torch.arange(18)]).unsqueeze(0)
+    out = ours(input_ids=tokens, position_ids=positions, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)
+    for part in (slice(0, 12), slice(12, 30)):
+        alone = model(input_ids=tokens[:, part]).last_hidden_state
+        torch.testing.assert_close(out.last_hidden_state[:, part], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_tensors_that_no_kernel_reads_are_packed_too():
+    torch.manual_seed(0)
+    model, tokens = models.make("bert", "sdpa").eval(), torch.arange(3, 13).unsqueeze(0)
+    ours, bounds = with_our_attention(model), torch.tensor([0, 4, 10]).int()
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]])
+    run = lambda x: ours(  # noqa: E731
+        inputs_embeds=x, position_ids=positions, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds
+    ).logits
+    embedded = model.bert.embeddings.word_embeddings(tokens).detach()
+    mapped = torch.func.vmap(run, randomness="error")(embedded[None])[0]
+    torch.testing.assert_close(mapped, run(embedded), rtol=1e-4, atol=1e-5)
+
+
+def test_positions_that_restart_elsewhere_are_refused():
+    q, k, v = (torch.randn(1, 2, 6, 8) for _ in range(3))
+    with pytest.raises(ValueError, match="must restart at the smallest"):
+        huggingface.flash_attention_forward(
+            SimpleNamespace(is_causal=True), q, k, v, position_ids=torch.tensor([[3, 4, 0, 1, 2, 3]])
+        )
 
 
 B, H, HK, LQ, LK, D = 2, 4, 2, 5, 7, 8
@@ -154,7 +263,7 @@ def test_a_module_names_its_backend():
         huggingface.attention_forward(SimpleNamespace(is_causal=False, backend="nonsense"), q, k, v)
 
 
-@pytest.mark.parametrize("option", ["sinks", "indices", "block_indices", "read_index", "head_mask"])
+@pytest.mark.parametrize("option", ["sinks", "indices", "block_indices", "read_index", "block_table", "head_mask"])
 def test_what_would_change_the_result_is_refused(option):
     with pytest.raises(ValueError, match=option):
         huggingface.attention_forward(SimpleNamespace(), *qkv(), **{option: 1.0})
@@ -321,7 +430,7 @@ def test_packed_rows_with_padding_or_a_cache_are_dense():
         options = {"mask_function": packed(KNOWN["causal"]), "allow_is_causal_skip": False, **given}
         if "q_offset" not in given:
             assert torch.equal(huggingface.attention_mask(B, 7, 7, **options), masking.sdpa_mask(B, 7, 7, **options))
-        assert huggingface._pattern({"batch_size": B, "q_length": 7, "kv_length": 7, "q_offset": 0, "kv_offset": 0,
+        assert huggingface.pattern_of({"batch_size": B, "q_length": 7, "kv_length": 7, "q_offset": 0, "kv_offset": 0,
                                      "attention_mask": None, **options}, None, "cpu") is None  # fmt: skip
 
 
@@ -352,16 +461,21 @@ WINDOWED = {
 NOT_BY_SDPA = ("gemma2", "gpt_oss")
 
 
+def windowed(name, attention="eager"):
+    """A model whose layers have windows, with random weights, in training mode."""
+    kind, sizes = WINDOWED[name]
+    model = getattr(models.transformers, kind)
+    torch.manual_seed(0)
+    config = model.config_class(**models.ENCODER | sizes, **models.TOKENS)
+    return model._from_config(config, attn_implementation=attention).train()
+
+
 @pytest.mark.parametrize("padding", ["left", "right", None, "packed"])
 @pytest.mark.parametrize("name", WINDOWED)
 def test_windowed_models_match_eager_without_dense_masks(name, padding, monkeypatch):
     if name == "modernbert" and padding == "packed":
         pytest.skip("its masks are not packed by positions")
-    kind, sizes = WINDOWED[name]
-    model = getattr(models.transformers, kind)
-    torch.manual_seed(0)
-    config = model.config_class(**models.ENCODER | sizes, **models.TOKENS)
-    eager = model._from_config(config, attn_implementation="eager").train()
+    eager = windowed(name)
     ours = with_our_attention(eager)
     batch = models.inputs("llama" if name != "modernbert" else "bert", None if padding == "packed" else padding)
     if padding == "packed":
@@ -383,12 +497,7 @@ def test_windowed_models_match_eager_without_dense_masks(name, padding, monkeypa
 def test_patched_gpt_oss_trains_its_sinks_like_eager(backend):
     if backend == "cpu" and (reason := unavailable("cpu", torch.device("cpu"))) is not None:
         pytest.skip(reason)
-    kind, sizes = WINDOWED["gpt_oss"]
-    model = getattr(models.transformers, kind)
-    torch.manual_seed(0)
-    eager = model._from_config(
-        model.config_class(**models.ENCODER | sizes, **models.TOKENS), attn_implementation="eager"
-    ).train()
+    eager = windowed("gpt_oss")
     ours = copy.deepcopy(eager)
     report = tk.patch(ours, backend=backend)
     assert {"attention", "cross_entropy"} <= {row.operation for row in report.patched}
@@ -402,11 +511,7 @@ def test_patched_gpt_oss_trains_its_sinks_like_eager(backend):
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("name", [name for name in WINDOWED if name != "modernbert"])
 def test_windowed_models_generate_like_eager(name, cache):
-    kind, sizes = WINDOWED[name]
-    model = getattr(models.transformers, kind)
-    torch.manual_seed(0)
-    config = model.config_class(**models.ENCODER | sizes, **models.TOKENS)
-    eager = model._from_config(config, attn_implementation="eager").eval()
+    eager = windowed(name).eval()
     batch = models.inputs("llama", "left", labels=False)
     options = {"max_new_tokens": 8, "do_sample": False} | ({} if cache is None else {"cache_implementation": cache})
     assert torch.equal(with_our_attention(eager).generate(**batch, **options), eager.generate(**batch, **options))

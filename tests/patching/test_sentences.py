@@ -34,9 +34,9 @@ def folder(request, tmp_path_factory):
     return where
 
 
-def encoder(folder):
+def encoder(folder, **options):
     modules = pytest.importorskip("sentence_transformers.sentence_transformer.modules")
-    transformer = modules.Transformer(str(folder))
+    transformer = modules.Transformer(str(folder), **options)
     pooling = modules.Pooling(transformer.get_embedding_dimension())
     return library.SentenceTransformer(modules=[transformer, pooling], device="cpu")
 
@@ -64,6 +64,15 @@ def test_texts_are_packed(folder):
     ours[0].model.embeddings._forward_pre_hooks_with_kwargs.clear()
     for again in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
         torch.testing.assert_close(torch.tensor(again.encode(TEXTS)), torch.tensor(given))
+
+
+def test_the_name_with_flash_packs_texts_without_a_patch(folder):
+    name = pytest.importorskip("transformer_kernels.huggingface").FLASH_NAME
+    plain, ours = encoder(folder), encoder(folder, model_kwargs={"attn_implementation": name})
+    shapes = tokens_of(ours)
+    given, expected = ours.encode(TEXTS), plain.encode(TEXTS)
+    assert shapes == [(1, sum(len(text.split()) + 2 for text in TEXTS))]
+    torch.testing.assert_close(torch.tensor(given), torch.tensor(expected), rtol=1e-4, atol=1e-5)
 
 
 def test_unpatch_pads_again(folder):

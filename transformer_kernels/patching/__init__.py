@@ -17,12 +17,13 @@ from transformer_kernels.patching._models import patch_models, unpatch_models
 from transformer_kernels.patching._report import CallReport, CallRow, PatchReport, Row
 from transformer_kernels.patching._sentences import pack_inputs, pad_inputs
 from transformer_kernels.patching._swap import Patched, class_path, original_class, replaced_method, restore, swap
+from transformer_kernels.patching._unpadding import unpad_encoders
 from transformer_kernels.patching.graph import compile
 
 __all__ = ["Acceleration", "CallReport", "CallRow", "PatchReport", "Row", "accelerate", "compile", "patch", "unpatch"]
 
 
-def patch(model: nn.Module, backend: str | None = None) -> PatchReport:
+def patch(model: nn.Module, backend: str | None = None, *, unpad: bool = False) -> PatchReport:
     """Run the modules of a model of transformers or torch.nn by this package's operations, in place.
 
     Replaced anywhere in the model: torch.nn's LayerNorm, RMSNorm, GELU, Softmax, MultiheadAttention,
@@ -41,6 +42,15 @@ def patch(model: nn.Module, backend: str | None = None) -> PatchReport:
 
     With "auto" on a CPU, the original modules compute inference (evaluation mode, no gradients) that is too small for
     these kernels to be faster.
+    With `unpad`, hidden states at padding are zeros and batches padded on the right are packed inside the encoder:
+    BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT and ModernBERT with a mask of tokens (B, L), and
+    `TransformerEncoder` with a bool `src_key_padding_mask` and no other mask. Real tokens, pooled outputs and their
+    losses and gradients are those of the padded model; a loss that reads padding is not, and dropout drops other
+    elements. Hooks inside the encoder receive the packed row (1, T, E). Calls for other results (all hidden states,
+    attention weights, caches, tuples) or with other masks (left padding, holes) are the padded model's. Little padding
+    is computed, as is all in compiled, traced and recorded code. In inference without gradients `TransformerEncoder`
+    does all this without being asked, where torch's makes nested tensors.
+
     Parameters, state dict, class names and hooks stay.
     Only this instance changes, and it can be patched again with another backend.
 
@@ -52,6 +62,7 @@ def patch(model: nn.Module, backend: str | None = None) -> PatchReport:
         model: any module.
         backend: "torch", "cpu", "triton", "cuda", "auto", or None to follow `set_backend`, `use_backend` and the
             environment at each call. A named backend never falls back.
+        unpad: leave out padding inside encoders. Their outputs at padding become zeros.
 
     Returns:
         a `PatchReport`; print it.
@@ -78,6 +89,7 @@ def patch(model: nn.Module, backend: str | None = None) -> PatchReport:
         if name not in patched and (row := _patch_module(name, module, backend)) is not None:
             rows.append(row)
     rows.extend(pack_inputs(model))
+    rows.extend(unpad_encoders(model, backend, unpad))
     rows.extend(left_modules(model, {row.name for row in rows}))
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     return PatchReport(backend, tuple(sorted(rows, key=lambda row: order.get(row.name, -1))))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from transformer_kernels import nn as ours
+from transformer_kernels import ops
 from transformer_kernels.patching._fused import activated, add_norm, dropped
+from transformer_kernels.patching._real_tokens import RealTokens, zeroed
 from transformer_kernels.patching._rotary import rms_norm_of
 from transformer_kernels.patching._swap import is_plain
 
@@ -67,6 +70,13 @@ class MultiHeadAttention(ours.MultiHeadAttention):
         """The original forward, its fused path included."""
         return _with_fused_path(self, nn.MultiheadAttention.forward, self, args, kwargs)
 
+    def of_packed(self, x: Tensor, bounds: Tensor) -> Tensor:
+        """Attention of packed sequences (1, T, E), or (T, 1, E), to themselves."""
+        q, k, v = self._project(x, x, x)
+        dropout_p = self.dropout if self.training else 0.0
+        mixed = ops.attention(q, k, v, cu_seqlens=bounds, dropout_p=dropout_p, backend=self.backend)
+        return self.out_proj(self._join_heads(mixed, batched=True))
+
 
 def _with_fused_path(attention: Any, forward: Any, module: Any, args: Any, kwargs: Any) -> Any:
     """A forward of torch that may use the fused inference path, which `_adopt` closes for other callers."""
@@ -80,9 +90,10 @@ def _with_fused_path(attention: Any, forward: Any, module: Any, args: Any, kwarg
 
 
 class TransformerEncoder(nn.TransformerEncoder):
-    """torch's encoder, except that it never passes nested tensors to its layers."""
+    """torch's encoder without nested tensors. Where torch makes these, and with `unpad`, real tokens are packed."""
 
     small_below = 0
+    unpad = False
 
     def _adopt(self) -> None:
         self._nested_before, self.use_nested_tensor = self.use_nested_tensor, False
@@ -90,6 +101,49 @@ class TransformerEncoder(nn.TransformerEncoder):
     def _release(self) -> None:
         self.use_nested_tensor = self._nested_before
         del self._nested_before
+        vars(self).pop("unpad", None)
+
+    def forward(
+        self,
+        src: Tensor,
+        mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool | None = None,
+    ) -> Tensor:
+        zeroes = self.unpad or (self._nested_before and not self.training and not torch.is_grad_enabled())
+        known = src.dim() == 3 and mask is None and not is_causal and all(map(_is_patched, self.layers))
+        padding = src_key_padding_mask
+        if not (zeroes and known) or padding is None or padding.dtype is not torch.bool:
+            return super().forward(src, mask, src_key_padding_mask, is_causal)
+        batch_first, real = self.layers[0].self_attn.batch_first, ~padding
+        x = src if batch_first else src.transpose(0, 1)
+        tokens = RealTokens.of(real, src.shape[2]) if all(map(_is_plain, self.layers)) else None
+        if tokens is None:
+            for layer in self.layers:
+                src = layer(src, src_key_padding_mask=padding)
+            x = zeroed(src if batch_first else src.transpose(0, 1), real)
+        else:
+            x = tokens.packed(x) if batch_first else tokens.packed(x).transpose(0, 1)
+            for layer in self.layers:
+                attend = _over(layer.self_attn, tokens.bounds)
+                x = _stacked(layer, x, [(attend, None, {})], [layer.norm1, layer.norm2])
+            x = tokens.padded(x if batch_first else x.transpose(0, 1))
+        x = x if batch_first else x.transpose(0, 1)
+        return x if self.norm is None else self.norm(x)
+
+
+def _is_patched(layer: Any) -> bool:
+    return isinstance(layer, TransformerEncoderLayer) and isinstance(layer.self_attn, MultiHeadAttention)
+
+
+def _is_plain(layer: Any) -> bool:
+    """Whether nothing has to see the padded input of a layer."""
+    return is_plain(layer, nn.TransformerEncoderLayer) and is_plain(layer.self_attn, nn.MultiheadAttention)
+
+
+def _over(attention: Any, bounds: Tensor) -> Any:
+    """Self-attention of packed sequences, called as the module is."""
+    return lambda x, *_, **__: (attention.of_packed(x, bounds),)
 
 
 class TransformerEncoderLayer(nn.TransformerEncoderLayer):

@@ -3,6 +3,9 @@
     import transformer_kernels.huggingface
     model = AutoModel.from_pretrained(folder, attn_implementation="transformer_kernels")
 
+transformers and sentence-transformers run their padding-free code if the name contains "flash":
+"transformer_kernels_flash" is the same attention by FlashAttention's contract (`flash_attention_forward`).
+
 Two functions are registered under that name: one that computes attention, and one that makes the mask for it. Plain
 padding stays a mask of keys (B, Lk) and plain causality a flag. Windows, packed sequences, offsets of caches and their
 conjunctions with padding are recognised by the functions of `transformers.masking_utils` that they are composed of, and
@@ -18,11 +21,10 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from transformer_kernels import ops
 from transformer_kernels.ops._foreign import refused
@@ -46,7 +48,12 @@ def require_transformers() -> None:
 
 
 require_transformers()
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils  # noqa: E402
+from transformers import (  # noqa: E402
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedModel,
+    modeling_flash_attention_utils,
+)
 from transformers.masking_utils import (  # noqa: E402
     bidirectional_mask_function,
     causal_mask_function,
@@ -54,14 +61,18 @@ from transformers.masking_utils import (  # noqa: E402
     sdpa_mask,
 )
 
-__all__ = ["NAME", "MaskPattern", "attention_forward", "attention_mask"]
+from transformer_kernels.huggingface._patterns import MaskPattern, pattern_of  # noqa: E402
+
+__all__ = ["FLASH_NAME", "NAME", "MaskPattern", "attention_forward", "attention_mask", "flash_attention_forward"]
 
 NAME = "transformer_kernels"
+FLASH_NAME = "transformer_kernels_flash"
 REFUSED = {
     "sinks": "attention sinks",
     "indices": "keys chosen for each query",
     "block_indices": "blocks of keys chosen for each query",
     "read_index": "paged caches",
+    "block_table": "paged caches",
     "head_mask": "head masks",
 }
 
@@ -94,11 +105,13 @@ def attention_forward(
         scaling: multiplies the scores; 1 / sqrt(D) unless given.
         is_causal: query i sees the keys j <= i + Lk - Lq.
         position_bias: added to the scores; broadcasts to (B, H, Lq, Lk). It may require grad.
-        sliding_window: with i' = i + Lk - Lq, a query sees i' - j < sliding_window.
+        sliding_window: with i' = i + Lk - Lq, a query sees i' - j < sliding_window, and without causality also
+            j - i' < sliding_window.
         softcap: the scores become softcap * tanh(scores / softcap) before anything is added (Gemma 2).
         s_aux: (H,), a logit of each head that joins the denominator of the softmax (gpt-oss).
         kwargs: with `output_attentions` or `return_attention` true, the weights are returned beside the result. Without
-            a mask, `cu_seq_lens_q` and `cu_seq_lens_k` are the bounds of packed sequences, as in FlashAttention.
+            a mask, or beside a window, `cu_seq_lens_q` and `cu_seq_lens_k` are the bounds of packed sequences, as in
+            FlashAttention.
     Returns:
         (B, Lq, H, D), and the weights before dropout (B, H, Lq, Lk), or None. A query that sees no key gives zeros.
     Raises:
@@ -108,7 +121,8 @@ def attention_forward(
     _refuse(module, kwargs)
     if refused(type(module).__name__, getattr(module, "backend", None), (query, key, value)) is not None:
         given = {"sliding_window": sliding_window, "position_bias": position_bias, "softcap": softcap, "s_aux": s_aux}
-        mask = _eager_mask(module, query, key, attention_mask, is_causal, sliding_window)
+        packing = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
+        mask = _eager_mask(module, query, key, attention_mask, is_causal, sliding_window, packing)
         given |= {"dropout": dropout, "scaling": query.shape[-1] ** -0.5 if scaling is None else scaling, **kwargs}
         return _eager_function(module)(module, query, key, value, mask, **given)
     wanted = kwargs.get("output_attentions") or kwargs.get("return_attention")
@@ -116,9 +130,11 @@ def attention_forward(
     sinks = None if s_aux is None else s_aux.flatten()
     shared: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": sinks, "backend": backend}
     mixed = None
-    bounds = kwargs.get("cu_seq_lens_q") if attention_mask is None else None
-    if sliding_window is not None and sliding_window >= key.shape[2]:
-        sliding_window = None  # it hides nothing
+    bounds = kwargs.get("cu_seq_lens_q") if may_be_packed(attention_mask) else None
+    reach: tuple[int | None, int | None] | None = None
+    if bounds is not None and isinstance(attention_mask, MaskPattern):
+        reach = attention_mask.left, attention_mask.right
+        attention_mask = None
     if isinstance(attention_mask, MaskPattern):
         same = (query.shape[0], query.shape[2], key.shape[2]) == tuple(attention_mask.shape[i] for i in (0, 2, 3))
         if same and (position_bias is None or attention_mask.cu_seqlens is None):
@@ -129,10 +145,9 @@ def attention_forward(
                 return mixed, None
         attention_mask = attention_mask.dense()
     padding, bias, visible = _parted(attention_mask)
-    if visible:
-        causal, sliding_window = False, None
-    else:
-        causal = _is_causal(module, is_causal)
+    causal = not visible and reach is None and _is_causal(module, is_causal)
+    if not visible and sliding_window is not None and sliding_window < key.shape[2] and reach is None:
+        reach = (sliding_window - 1, 0 if causal else sliding_window - 1)
     if position_bias is not None:
         bias = position_bias if bias is None else _added(bias, position_bias)
     bias = _typed(bias, query)
@@ -140,7 +155,7 @@ def attention_forward(
         "causal": causal,
         "key_padding_mask": padding,
         "attn_bias": bias,
-        "window": sliding_window,
+        "window": reach,
         "cu_seqlens": bounds,
         "cu_seqlens_k": None if bounds is None else _key_bounds(bounds, kwargs.get("cu_seq_lens_k")),
         **shared,
@@ -158,9 +173,19 @@ def _eager_function(module: Any) -> Any:
 
 
 def _eager_mask(
-    module: torch.nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool | None, window: int | None
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    is_causal: bool | None,
+    window: int | None,
+    bounds: tuple[Tensor | None, Tensor | None],
 ) -> Tensor:
     """The mask of `attention_forward` as eager attention takes it: added to the scores, causality included."""
+    sequences = None
+    if bounds[0] is not None and may_be_packed(mask):
+        of_queries, of_keys = bounds[0], bounds[0] if bounds[1] is None else bounds[1]
+        sequences = (_sequences(of_queries, query)[:, None], _sequences(of_keys, key))
     if isinstance(mask, MaskPattern):
         mask = mask.dense()
     queries, keys = query.shape[2], key.shape[2]
@@ -169,13 +194,92 @@ def _eager_mask(
         if mask.dtype is not torch.bool:
             return mask
         seen = mask
-    elif _is_causal(module, is_causal):
-        seen = seen.tril(keys - queries)
+    else:
+        causal = _is_causal(module, is_causal)
         if window is not None:
-            seen = seen & seen.triu(keys - queries - window + 1)
+            seen = seen.tril(keys - queries + window - 1).triu(keys - queries - window + 1)
+        seen = seen.tril(keys - queries) if causal else seen
     if mask is not None and mask.dim() == 2:
         seen = seen & mask.bool()[:, None, None, :]
+    if sequences is not None:
+        seen = seen & (sequences[0] == sequences[1])
     return torch.zeros((), dtype=query.dtype, device=query.device).where(seen, torch.finfo(query.dtype).min)
+
+
+def _sequences(bounds: Tensor, x: Tensor) -> Tensor:
+    """The sequence of each of the L tokens of x (1, H, L, D)."""
+    return torch.bucketize(torch.arange(x.shape[2], device=x.device), bounds, right=True)
+
+
+def flash_attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`attention_forward` by FlashAttention's contract: sequences may be packed in one row without a mask.
+
+    Their bounds are `cu_seq_lens_q` and `cu_seq_lens_k`, or the restarts of `position_ids` (1, L). Beyond that contract
+    it computes float32, masks of four dimensions and position biases.
+
+    Raises:
+        ValueError: as `attention_forward`; positions of packed sequences that do not all restart at the same number.
+    """
+    positions: Any = kwargs.get("position_ids")
+    one_row = query.shape[0] == 1 and query.shape[2] == key.shape[2] and may_be_packed(attention_mask)
+    if one_row and kwargs.get("cu_seq_lens_q") is None and getattr(positions, "shape", None) == (1, query.shape[2]):
+        kwargs["cu_seq_lens_q"] = _restarts(positions)
+    return attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+def may_be_packed(mask: Tensor | None) -> bool:
+    """Whether a mask leaves it to the bounds of packed sequences which of them a key belongs to."""
+    if isinstance(mask, MaskPattern):
+        return mask.shape[0] == 1 and mask.padding is None and mask.cu_seqlens is None
+    return mask is None
+
+
+def _restarts(positions: Tensor) -> Tensor | None:
+    """The bounds of packed sequences by their positions (1, L); None for a single sequence."""
+    first = positions.min()
+    starts = (positions[0] == first).nonzero().flatten()
+    ends = (positions[0].diff() != 1).sum()
+    if starts.numel() == 1 and not ends:
+        return None
+    if positions[0, 0] != first:
+        raise ValueError("attention: position_ids of packed sequences must restart at the smallest; got another first")
+    return torch.nn.functional.pad(starts, (0, 1), value=positions.shape[1]).int()
+
+
+def flash_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    s_aux: Tensor | None = None,
+) -> Tensor:
+    """`flash_attn_func` (B, L, H, D), and with bounds `flash_attn_varlen_func` (T, H, D), of the package flash_attn."""
+    packed = cu_seqlens_q is not None
+    q, k, v = (x.unsqueeze(0).transpose(1, 2) if packed else x.transpose(1, 2) for x in (q, k, v))
+    left, right = (None if reach < 0 else reach for reach in window_size)
+    options: dict[str, Any] = {"softcap": softcap or None, "sinks": s_aux, "window": (left, right)}
+    options["cu_seqlens_k"] = None if cu_seqlens_q is None else _key_bounds(cu_seqlens_q, cu_seqlens_k)
+    out: Any = ops.attention(
+        q, k, v, dropout_p=dropout_p, scale=softmax_scale, causal=causal, cu_seqlens=cu_seqlens_q, **options
+    )
+    out = out.transpose(1, 2)
+    return out.squeeze(0) if packed else out
 
 
 def _key_bounds(bounds: Tensor, key_bounds: Tensor | None) -> Tensor | None:
@@ -263,169 +367,6 @@ def _parted(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None, bool]:
     return None, mask, True
 
 
-class MaskPattern(Tensor):
-    """A boolean mask (B, 1, Lq, Lk), True = visible, stored as a pattern and materialised when it is read.
-
-    Query i sees the keys i' - left <= j <= i' + right with i' = i + keys - Lq, those of the same sequence and those
-    that padding does not hide. Any operator of torch materialises the mask: slicing or converting it gives a plain
-    tensor.
-
-    Attributes:
-        left, right: the reach to both sides, None without a limit.
-        keys: the number of visible keys; later ones are masked.
-        padding: bool (B, keys), True at real keys, or None.
-        cu_seqlens: the bounds of the sequences in the (B * Lq) tokens, int32, or None.
-    """
-
-    left: int | None
-    right: int | None
-    keys: int
-    padding: Tensor | None
-    cu_seqlens: Tensor | None
-    _make: Callable[[], Tensor]
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def of(cls, shape: tuple[int, ...], device: Any, make: Callable[[], Tensor], **fields: Any) -> MaskPattern:
-        """A pattern of this shape; `make` returns its mask."""
-        pattern: MaskPattern = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
-        vars(pattern).update(fields, _make=functools.cache(make))
-        return pattern
-
-    def dense(self) -> Tensor:
-        """The mask as a plain tensor."""
-        return self._make()
-
-    def hides_the_future_at_most(self) -> bool:
-        """Whether it hides what causality does, or nothing at all."""
-        last = self.keys - 1
-        whole = self.keys == self.shape[3] and self.padding is None and self.cu_seqlens is None
-        return whole and (self.left is None or self.left >= last) and (self.right in (0, None) or self.right >= last)
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        packed = 0 if self.cu_seqlens is None else len(self.cu_seqlens) - 1
-        return f"MaskPattern({tuple(self.shape)}, left={self.left}, right={self.right}, sequences={packed})"
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        args, kwargs = tree_map(lambda x: x.dense() if isinstance(x, MaskPattern) else x, (args, kwargs or {}))
-        return function(*args, **kwargs)
-
-
-class _Reach(NamedTuple):
-    """The pattern of a mask function, in positions: q - left <= k <= q + right, in one sequence of a packed row."""
-
-    left: int | None = None
-    right: int | None = None
-    sequences: Tensor | None = None
-    positions: Tensor | None = None
-
-    def and_also(self, other: _Reach) -> _Reach | None:
-        """The conjunction; None for two packings."""
-        if self.sequences is not None and other.sequences is not None:
-            return None
-        if self.positions is not None and other.positions is not None:
-            return None
-        reaches = ([x for x in pair if x is not None] for pair in zip(self[:2], other[:2], strict=True))
-        left, right = (min(reach) if reach else None for reach in reaches)
-        mine, theirs = self[2:], other[2:]
-        return _Reach(left, right, *(a if b is None else b for a, b in zip(mine, theirs, strict=True)))
-
-
-def _reach(function: Any) -> _Reach | None:
-    """The pattern of a mask function of `transformers.masking_utils`; None for every other function."""
-    if function is causal_mask_function:
-        return _Reach(right=0)
-    if function is bidirectional_mask_function:
-        return _Reach()
-    name = _composers().get(getattr(function, "__code__", None))
-    if name is None:
-        return None
-    closure = inspect.getclosurevars(function).nonlocals
-    if name == "and_masks":
-        parts = [_reach(part) for part in closure["mask_functions"]]
-        whole: _Reach | None = _Reach()
-        for part in parts:
-            whole = None if whole is None or part is None else whole.and_also(part)
-        return whole
-    if name == "sliding_window_overlay":  # kv > q - window
-        return _Reach(left=closure["sliding_window"] - 1)
-    if name == "sliding_window_bidirectional_overlay":  # |q - kv| <= window
-        return _Reach(left=closure["sliding_window"], right=closure["sliding_window"])
-    if name == "packed_sequence_mask_function":
-        return _Reach(sequences=closure["packed_sequence_mask"])
-    inner = _reach(closure["mask_function"])  # of the positions in each sequence
-    if inner is None or inner.sequences is not None or inner.positions is not None:
-        return None
-    return inner._replace(positions=closure["position_ids"])
-
-
-@functools.cache
-def _composers() -> dict[Any, str]:
-    """The functions of `transformers.masking_utils` that make mask functions, by the code of what they make."""
-    samples: dict[str, tuple[Any, ...]] = {
-        "and_masks": (),
-        "sliding_window_overlay": (1,),
-        "sliding_window_bidirectional_overlay": (1,),
-        "packed_sequence_mask_function": (None,),
-        "remap_positions_for_packed_sequence": (causal_mask_function, None),
-    }
-    found = ((getattr(masking_utils, name, None), name, given) for name, given in samples.items())
-    return {make(*given).__code__: name for make, name, given in found if make is not None}
-
-
-def _pattern(pattern: dict[str, Any], make: Callable[[], Any], device: Any) -> MaskPattern | None:
-    """The mask of a call of `attention_mask` as a pattern; None if it is not known to be one, or during tracing."""
-    reach = _reach(pattern["mask_function"])
-    batch, queries, keys = (pattern[name] for name in ("batch_size", "q_length", "kv_length"))
-    first, first_key, mask = pattern["q_offset"], pattern["kv_offset"], pattern["attention_mask"]
-    given = [x for x in (first, mask, *(reach or ())) if isinstance(x, Tensor)]
-    if reach is None or torch.compiler.is_compiling() or any(is_traced(x) or x.device.type != "cpu" for x in given):
-        return None  # reading a value on a GPU would synchronise
-    make_of = functools.partial(MaskPattern.of, (batch, 1, queries, keys), device, make)
-    if reach.sequences is not None or reach.positions is not None:
-        bounds = None if mask is not None or queries != keys or first or first_key else _bounds(reach, batch, queries)
-        if bounds is None:
-            return None
-        return make_of(left=reach.left, right=reach.right, keys=keys, padding=None, cu_seqlens=bounds)
-    shift = int(first) - first_key - (keys - queries)  # of positions against the alignment of `attention`
-    left, right = reach.left, reach.right
-    if right is not None and right + shift < 0 and reach.right == 0:
-        keys, shift = keys + shift, 0
-    left, right = (None if left is None else left - shift), (None if right is None else right + shift)
-    if keys < 1 or any(reach is not None and reach < 0 for reach in (left, right)):
-        return None
-    padding = None
-    if mask is not None:
-        padding = torch.nn.functional.pad(mask, (0, max(0, first_key + keys - mask.shape[1])))
-        padding = padding[:, first_key : first_key + keys].bool()
-        if padding.shape != (batch, keys):
-            return None
-        padding = None if bool(padding.all()) else padding
-    return make_of(left=left, right=right, keys=keys, padding=padding, cu_seqlens=None)
-
-
-def _bounds(reach: _Reach, batch: int, length: int) -> Tensor | None:
-    """cu_seqlens of packed rows in order; None unless positions rise by one within each sequence.
-
-    transformers 5.23 and later compute the mask function at positions, earlier releases at indices.
-    """
-    sequences, positions = reach.sequences, reach.positions
-    if sequences is None or sequences.shape != (batch, length):
-        return None
-    if positions is not None and positions.shape != (batch, length):
-        return None
-    begins = torch.ones(batch, length, dtype=torch.bool)  # without positions those of the row count
-    begins[:, 1:] = sequences.diff() != 0 if positions is None else positions.diff() != 1
-    if not torch.equal(sequences - sequences[:, :1], begins.cumsum(1) - 1):
-        return None
-    starts = begins.flatten().nonzero().flatten()
-    return torch.cat([starts, starts.new_full((1,), batch * length)]).int()
-
-
 def attention_mask(
     batch_size: int,
     q_length: int,
@@ -477,12 +418,28 @@ def attention_mask(
     make = functools.partial(
         sdpa_mask, **pattern, allow_is_causal_skip=False, allow_is_bidirectional_skip=False, **kwargs
     )
-    known = _pattern(pattern, make, kwargs.get("device", "cpu"))
+    known = pattern_of(pattern, make, kwargs.get("device", "cpu"))
     if known is None:
         return make()
     skipped = known.right == 0 if allow_is_causal_skip else allow_is_bidirectional_skip
     return None if skipped and isinstance(q_offset, int) and known.hides_the_future_at_most() else known
 
 
+def _with_ours(load: Callable[..., Any]) -> Callable[..., Any]:
+    """`_lazy_imports` of transformers, which for a name with "flash" imports functions of the package flash_attn."""
+
+    @functools.wraps(load)
+    def loaded(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
+        if implementation != FLASH_NAME:
+            return load(implementation, *args, **kwargs)
+        utilities = modeling_flash_attention_utils
+        return flash_attn, flash_attn, None, utilities._pad_input, utilities._unpad_input
+
+    return loaded
+
+
 AttentionInterface.register(NAME, attention_forward)
-AttentionMaskInterface.register(NAME, attention_mask)
+AttentionInterface.register(FLASH_NAME, flash_attention_forward)
+for _name in (NAME, FLASH_NAME):
+    AttentionMaskInterface.register(_name, attention_mask)
+modeling_flash_attention_utils._lazy_imports = _with_ours(modeling_flash_attention_utils._lazy_imports)
