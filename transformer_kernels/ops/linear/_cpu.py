@@ -37,7 +37,7 @@ LIMITS: dict[tuple[torch.dtype, str, str], tuple[tuple[int, int], ...]] = {
 }
 """By dtype, products and processor: (rows of x, elements of the largest weight for which our products are faster)."""
 
-Activation: Any = _compiled.Kernels.on(cpu)
+_Activation: Any = _compiled.Kernels.on(cpu)
 
 
 def fuses(call: LinearCall) -> bool:
@@ -93,6 +93,8 @@ class Selected(Kernels):
     """Layers of one layout of which PyTorch computes some products. This package's are the forward product of output
     layers and the weight gradient of others."""
 
+    _made: Any = None
+
     def __init__(self, call: LinearCall) -> None:
         x, weight, _, _ = call
         self._products, self._small = Products(call), _is_small_batch(call)
@@ -116,9 +118,15 @@ class Selected(Kernels):
             return self._products.small_batch(call) if self._small else unactivated(call)
         before = self._products.small_batch(call).y if self._small else product(call, call.bias)
         y = before if call.activation == "relu" else torch.empty_like(before)
-        inner = ActivationCall(before, None, None, call.activation, False)
-        Activation(inner).run(inner, y)
+        self._activation(before, call).run(ActivationCall(before, None, None, call.activation, False), y)
         return LinearResult(y, before)
+
+    def _activation(self, before: Tensor, call: LinearCall) -> Any:
+        """The activation's kernels, constructed from the first sums, to which the bias has been added."""
+        if self._made is None:
+            assert call.activation is not None
+            self._made = _Activation(ActivationCall(before, call.bias, None, call.activation, False))
+        return self._made
 
     def backward(self, call: LinearCall, result: LinearResult, grads: Grads, wanted: Wanted) -> Gradients:
         """dx, dweight and dbias."""
@@ -126,7 +134,8 @@ class Selected(Kernels):
             return self._gradients(call, grads[0], wanted)
         assert result.saved is not None
         inner = ActivationCall(result.saved, call.bias, None, call.activation, False)  # the bias is in `saved`
-        dz, dbias, _ = Activation(inner).backward(inner, result.saved, grads, (True, wanted[2], False))
+        kernels = self._activation(result.saved, call)
+        dz, dbias, _ = kernels.backward(inner, result.saved, grads, (True, wanted[2], False))
         dx, dweight, _ = self._gradients(call, dz, (*wanted[:2], False))
         return dx, dweight, dbias
 
