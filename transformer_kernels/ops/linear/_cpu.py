@@ -26,6 +26,10 @@ SMALL_BATCH = 4
 MIN_READ = 1 << 18
 """Elements of a weight below which it may be in a cache, and PyTorch's product is called in less time."""
 
+MIN_ROWS = 256
+MIN_ROWS_ON_AMD, MIN_PRODUCTS_ON_AMD = 32, 1 << 18
+"""Rows of x, and rows times elements of the weight, from which products without an activation are worth a call."""
+
 # Written by benchmarks/linear_limits.py.
 LIMITS: dict[tuple[torch.dtype, str, str], tuple[tuple[int, int], ...]] = {
     (torch.float32, "all", ""): ((0, 1 << 19),),
@@ -43,6 +47,27 @@ _Activation: Any = _compiled.Kernels.on(cpu)
 def fuses(call: LinearCall) -> bool:
     """Whether these kernels compute all three products, of many rows."""
     return not _is_small_batch(call) and call.weight.numel() <= _limit(call.x, "all")
+
+
+def multiplies(x: Tensor, weight: Tensor, recorded: bool, forward_alone: bool = False) -> bool:
+    """Whether this package multiplies x (..., K) by a weight in less time than PyTorch, its call included.
+
+    A forward product alone, without gradients, is at best as fast in ours where MKL is not slow, which it is on AMD.
+    """
+    if are_few(x.numel() // max(1, x.shape[-1]), weight) or cpu.unavailable(weight.device) is not None:
+        return False
+    if not recorded and processor(cpu.load()) != "AMD":
+        return False
+    return 0 < weight.numel() <= largest_weight(x, forward_alone)
+
+
+def are_few(rows: int, weight: Tensor) -> bool:
+    """Whether PyTorch's product of so many rows and a weight takes less time."""
+    if rows >= MIN_ROWS:
+        return False
+    if rows < MIN_ROWS_ON_AMD or rows * weight.numel() < MIN_PRODUCTS_ON_AMD:
+        return True
+    return cpu.unavailable(weight.device) is not None or processor(cpu.load()) != "AMD"
 
 
 def largest_weight(x: Tensor, forward_alone: bool = False) -> int:
