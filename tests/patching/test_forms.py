@@ -44,7 +44,7 @@ FAMILIES = {  # the sizes, and the classes that are left
     "Helium": (WIDE, set()),
     "GPTNeoX": (models.ENCODER | {"attention_dropout": 0.0}, set()),
     "StableLm": (SMALL, set()),
-    "Starcoder2": (SMALL, {"Starcoder2MLP"}),
+    "Starcoder2": (SMALL, set()),
     "Ministral": (WIDE | {"sliding_window": 5}, set()),
 }
 ROTATED = ("Cohere", "Gemma2", "Glm", "GPTNeoX", "Helium", "Olmo2", "Phi3", "StableLm")

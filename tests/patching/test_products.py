@@ -19,7 +19,7 @@ from transformer_kernels.patching._output import OutputLayer
 from transformer_kernels.patching._swap import swap
 from transformer_kernels.patching._transformers import Conv1D
 
-ROWS = 2 * _products.MIN_ROWS + 87
+ROWS = 2 * linear_cpu.MIN_ROWS + 87
 PRODUCTS = ["linear_forward", "linear_backward_data", "linear_backward_weight"]
 
 pytestmark = pytest.mark.skipif(
@@ -80,7 +80,7 @@ def test_second_derivatives(kind: str) -> None:
 
 def test_linear_layers_of_a_patched_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Six in each of BERT's two layers, one before the output layer, and the output layer; unpatched, PyTorch's own."""
-    monkeypatch.setattr(_products, "MIN_ROWS", 1)
+    monkeypatch.setattr(linear_cpu, "MIN_ROWS", 1)
     eager, batch = make("bert"), inputs("bert", padding=None)
     ours, counts, losses = copy.deepcopy(eager), [], []
     report = tk.patch(ours, backend="cpu")
@@ -121,8 +121,8 @@ def test_inference_is_ours_where_mkl_is_slow(monkeypatch: pytest.MonkeyPatch, pr
 )
 def test_few_rows(monkeypatch: pytest.MonkeyPatch, vendor: str, level: str, rows: int, few: bool) -> None:
     monkeypatch.setattr(cpu, "_module", Mock(vendor=vendor, instruction_set=lambda: level))
-    assert _products.are_few(rows, torch.empty(32, 64)) is few  # 2^18 products with 128 rows
-    assert _products.are_few(31, torch.empty(1024, 1024))
+    assert linear_cpu.are_few(rows, torch.empty(32, 64)) is few  # 2^18 products with 128 rows
+    assert linear_cpu.are_few(31, torch.empty(1024, 1024))
 
 
 @pytest.mark.parametrize("change", ["few rows", "another type", "autocast", "torch", "a view"])
@@ -130,7 +130,7 @@ def test_what_goes_to_pytorch(change: str) -> None:
     x, weight, backend = torch.randn(ROWS, 37), torch.randn(37, 70), "cpu"
     assert _products.are_ours(x, weight, backend)
     if change == "few rows":
-        x = x[: _products.MIN_ROWS_ON_AMD - 1]
+        x = x[: linear_cpu.MIN_ROWS_ON_AMD - 1]
     elif change == "another type":
         x, weight = x.double(), weight.double()
     elif change == "a view":
@@ -167,7 +167,7 @@ def test_which_products_under_autocast_are_ours(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(linear_cpu, "processor", lambda kernels: "")
     x, weight = torch.randn(ROWS, 37), torch.randn(70, 37)
     cases = {
-        "few rows": (x[: _products.MIN_ROWS - 1], weight),
+        "few rows": (x[: linear_cpu.MIN_ROWS - 1], weight),
         "float64": (x.double(), weight),
         "integers": (x.long(), weight),
     }

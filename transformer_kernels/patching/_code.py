@@ -20,6 +20,9 @@ REROUTED = ("scaled_dot_product_attention", "gelu", "layer_norm", "rms_norm", "s
 WRITTEN_IN_PYTHON = frozenset(name for name in REROUTED if isinstance(getattr(F, name), types.FunctionType))
 """Those that it also sees where they were imported by name."""
 
+OPERATORS = {"@": "matmul", "BINARY_MATRIX_MULTIPLY": "matmul", "*": "mul", "BINARY_MULTIPLY": "mul"}
+"""Functions by their operators, and by their instructions before Python 3.11."""
+
 
 class Call(NamedTuple):
     """A function of torch, or a method of a tensor, that a forward names.
@@ -95,8 +98,8 @@ def _walk(function: types.FunctionType, owner: type, visited: set[Any]) -> Itera
                         yield Call(name, None, name == "softmax")
                 else:
                     found = None
-            elif step.opname == "BINARY_MATRIX_MULTIPLY" or (step.opname == "BINARY_OP" and step.argrepr == "@"):
-                yield Call("matmul", None, False)
+            elif step.opname.startswith("BINARY_") and (operator := OPERATORS.get(step.argrepr or step.opname)):
+                yield Call(operator, None, False)
                 found = None
             elif step.opname not in ("PUSH_NULL", "CACHE", "EXTENDED_ARG", "PRECALL", "RESUME", "NOP"):
                 found = None

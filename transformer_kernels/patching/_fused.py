@@ -10,7 +10,6 @@ from torch.compiler import is_compiling
 
 from transformer_kernels import ops
 from transformer_kernels.ops._crossovers import is_small
-from transformer_kernels.ops.embedding._padding import without_gradient
 from transformer_kernels.patching._products import by_columns
 from transformer_kernels.patching._swap import MovedDropout, class_path, is_plain, original_class
 
@@ -71,38 +70,3 @@ def activated(x: Tensor, linear: Any, activation: Any, backend: str | None) -> T
     if relu:
         return ops.bias_relu(product, bias, backend=backend)
     return ops.bias_gelu(product, bias, approximate=approximate or "none", backend=backend)
-
-
-def is_plain_table(table: Any) -> bool:
-    """Whether an embedding is a plain lookup."""
-    if not is_plain(table, nn.Embedding):
-        return False
-    return table.max_norm is None and not table.scale_grad_by_freq and not table.sparse
-
-
-def rows(table: Any) -> Tensor:
-    """The rows of an embedding; the padding row has no gradient."""
-    return without_gradient(table.weight, table.padding_idx)
-
-
-def embedded(
-    tokens: Tensor,
-    table: Any,
-    positions: Tensor,
-    position_ids: Tensor | None,
-    norm: Any,
-    dropout: Any,
-    backend: str | None,
-) -> Tensor:
-    """dropout(norm(table[tokens] + positions[position_ids])) of plain parts."""
-    return ops.embedding(
-        tokens,
-        rows(table),
-        positions,
-        norm.weight,
-        norm.bias,
-        position_ids=None if position_ids is None else position_ids.expand_as(tokens),
-        eps=norm.eps,
-        dropout_p=dropout.p if dropout.training else 0.0,
-        backend=backend,
-    )

@@ -105,7 +105,8 @@ def _reason(module: nn.Module, kind: type, names: set[str]) -> str | None:
         return f"its code is not that of a known {min(known)}" if known else f"there is no operation for {min(found)}"
     if own and ("rsqrt" in names or ("sqrt" in names and names & {"var", "std", "mean"})):
         return "a norm that is written out: its code is not that of a known norm"
-    return _activation(kind, own, names, named) or ("its code is not that of a known MLP" if named == "MLP" else None)
+    gated = named == "MLP" and "mul" in names  # one without a gate is its linear layers and its activation
+    return _activation(kind, own, names, named) or ("its code is not that of a known gated MLP" if gated else None)
 
 
 def _activation(kind: type, own: bool, names: set[str], named: str | None) -> str | None:

@@ -1,7 +1,4 @@
-"""Products of patched layers, by this package where it is faster.
-
-A forward product alone, without gradients, is at best as fast in ours where MKL is not slow, which it is on AMD.
-"""
+"""Products of patched layers, by this package where it is faster."""
 
 from __future__ import annotations
 
@@ -13,18 +10,17 @@ from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from transformer_kernels import ops
-from transformer_kernels.backends import cpu
 from transformer_kernels.backends.dispatch import requested
 from transformer_kernels.ops._foreign import UNPATCH, foreign, transformed
 from transformer_kernels.ops._operation import autocast_dtype
 from transformer_kernels.ops.linear import _cpu as linear_cpu
 from transformer_kernels.patching._swap import Mixin, is_plain, swap
 
-MIN_ROWS = 256
-MIN_ROWS_ON_AMD, MIN_PRODUCTS_ON_AMD = 32, 1 << 18
-"""Rows of x, and rows times elements of the weight, from which our products are faster."""
 MIN_PRODUCTS = 3 << 19
 """Products of a weight (K, N), which the kernels transpose, from which ours are faster."""
+
+OURS = ("cpu", "auto")
+"""The backends that have these products."""
 
 
 def is_eager_cpu(x: Tensor) -> bool:
@@ -36,38 +32,28 @@ def is_eager_cpu(x: Tensor) -> bool:
 
 def are_ours(x: Tensor, weight: Tensor, backend: str | None, forward_alone: bool = False) -> bool:
     """Whether csrc/cpu/products multiplies float32 x (..., K) by a weight of either layout: ops/linear/README.md."""
-    return autocast_dtype(x) is None and x.dtype is torch.float32 and _are_ours(x, weight, backend, forward_alone)
+    if is_compiling() or requested(backend) not in OURS:
+        return False
+    if not linear_cpu.multiplies(x, weight, torch.is_grad_enabled(), forward_alone):
+        return False
+    return x.dtype is torch.float32 and autocast_dtype(x) is None and _can_be_ours(x, weight)
 
 
 def linear_is_ours(x: Tensor, weight: Tensor, backend: str | None) -> bool:
     """Whether it multiplies x (..., K) by weight (N, K), in float32 or, with gradients, in autocast's bfloat16."""
-    if autocast_dtype(x) is not torch.bfloat16:
-        return are_ours(x, weight, backend)
-    known = x.dtype in (torch.float32, torch.bfloat16)
-    return known and torch.is_grad_enabled() and _are_ours(x, weight, backend, False)
-
-
-def rows_of(x: Tensor) -> int:
-    return x.numel() // max(1, x.shape[-1])
-
-
-def are_few(rows: int, weight: Tensor) -> bool:
-    """Whether PyTorch's product of so many rows and a weight is the faster one."""
-    if rows >= MIN_ROWS:
+    recorded = torch.is_grad_enabled()
+    if is_compiling() or not linear_cpu.multiplies(x, weight, recorded) or requested(backend) not in OURS:
         return False
-    if rows < MIN_ROWS_ON_AMD or rows * weight.numel() < MIN_PRODUCTS_ON_AMD:
-        return True
-    return cpu.unavailable(weight.device) is not None or linear_cpu.processor(cpu.load()) != "AMD"
+    dtype = autocast_dtype(x)
+    if dtype is None:
+        return x.dtype is torch.float32 and _can_be_ours(x, weight)
+    known = dtype is torch.bfloat16 and x.dtype in (torch.float32, torch.bfloat16)
+    return known and recorded and _can_be_ours(x, weight)
 
 
-def _are_ours(x: Tensor, weight: Tensor, backend: str | None, forward_alone: bool) -> bool:
-    if not is_eager_cpu(x) or requested(backend) not in ("cpu", "auto") or cpu.unavailable(x.device):
-        return False
-    if foreign(weight) is not None or weight.dtype is not torch.float32 or are_few(rows_of(x), weight):
-        return False
-    if not torch.is_grad_enabled() and linear_cpu.processor(cpu.load()) != "AMD":
-        return False
-    return weight.is_contiguous() and 0 < weight.numel() <= linear_cpu.largest_weight(x, forward_alone)
+def _can_be_ours(x: Tensor, weight: Tensor) -> bool:
+    plain = is_eager_cpu(x) and foreign(weight) is None
+    return plain and weight.dtype is torch.float32 and weight.is_contiguous()
 
 
 def faster_linear(
@@ -101,10 +87,9 @@ class Linear(AnyLinear):
     """x W^T + b of a layer inside a model; the report does not list it."""
 
     def forward(self, input: Tensor) -> Tensor:
-        few = not is_compiling() and are_few(rows_of(input), self.weight)
-        if few or not linear_is_ours(input, self.weight, self.backend):
-            return F.linear(input, self.weight, self.bias)
-        return ops.linear(input, self.weight, self.bias, backend=self.backend)
+        if linear_is_ours(input, self.weight, self.backend):
+            return ops.linear(input, self.weight, self.bias, backend=self.backend)
+        return F.linear(input, self.weight, self.bias)
 
 
 def adopt_linear_layers(module: nn.Module) -> None:
@@ -116,7 +101,6 @@ def adopt_linear_layers(module: nn.Module) -> None:
 
 def by_columns(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None) -> Tensor:
     """x W + b, x (..., K), weight (K, N)."""
-    few = not torch.is_grad_enabled() and not is_compiling() and are_few(rows_of(x), weight)
-    if not few and are_ours(x, weight, backend) and x.numel() * weight.shape[1] >= MIN_PRODUCTS:
+    if are_ours(x, weight, backend) and x.numel() * weight.shape[1] >= MIN_PRODUCTS:
         return ops.linear(x, weight.t(), bias, backend=backend)
     return x @ weight if bias is None else torch.addmm(bias, x.flatten(0, -2), weight).view(*x.shape[:-1], -1)

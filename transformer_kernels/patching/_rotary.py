@@ -199,39 +199,12 @@ class T5GatedMLP(Mixin):
 
 
 class MLP(Mixin):
-    """last(act(first(x))) (ViT, CLIP)."""
-
-    operation = "linear"
-    first, activation, last = "fc1", "activation_fn", "fc2"
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        activation = getattr(self, self.activation)
-        return getattr(self, self.last)(activated(hidden_states, getattr(self, self.first), activation, self.backend))
-
-
-class GPTNeoXMLP(MLP):
-    first, activation, last = "dense_h_to_4h", "act", "dense_4h_to_h"
-    forward = MLP.forward
-
-
-class UpDownMLP(MLP):
-    """The MLP of Arcee and DINOv3."""
-
-    first, activation, last = "up_proj", "act_fn", "down_proj"
-    forward = MLP.forward
-
-
-class NormedMLP(Mixin):
-    """drop2(fc2(norm(drop1(act(fc1(x)))))) (timm)."""
+    """The MLP of timm, whose linear layers are patched."""
 
     operation = "linear"
 
     def _adopt(self) -> None:
         adopt_linear_layers(self)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.drop1(activated(x, self.fc1, self.act, self.backend))
-        return self.drop2(self.fc2(self.norm(hidden)))
 
 
 class GPT2MLP(Mixin):
@@ -323,11 +296,8 @@ FORMS: dict[str, type] = {
     "70b2a0d02719": GatedMLP,  # Idefics
     "95bd1dc7ed8d": PackedGatedMLP,  # Phi-3
     "0c9b6c184b06": T5GatedMLP,
-    "1e75e1c81b9f": MLP,  # ViT
-    "ad1ebf8ab231": GPTNeoXMLP,
-    "0e3da7f2d3cc": UpDownMLP,
     "61229ebf86cb": GPT2MLP,
-    "7abd61c6f9d2": NormedMLP,  # timm
+    "7abd61c6f9d2": MLP,  # timm
     "f4483cc6de91": DecoderLayer,  # Llama
 }
 

@@ -23,10 +23,6 @@ from transformer_kernels.patching._guard import guarded
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-GUARDED = ("forward", "ff_chunk")
-"""The methods of the mixins that the original ones take the place of, where no kernel computes a call."""
-
-
 class Patched:
     """Mixed into the class of a patched module. `backend` is the requested one; None follows the default."""
 
@@ -48,9 +44,9 @@ class Mixin(nn.Module):
 
     operation: str
     small_below: int | str = 0
-    """Elements of the first argument, tokens for embeddings, below which inference on a CPU is the original forward's;
-    or the operation whose crossover it is. 0 where the operations of the forward decide themselves. Measured by
-    `python -m benchmarks.patched --modules`, in float32."""
+    """Elements of the first argument below which inference on a CPU is the original forward's; or the operation whose
+    crossover it is. 0 where the operations of the forward decide themselves. Measured by `python -m benchmarks.patched
+    --modules`, in float32."""
     backend: str | None
     guards_itself = False
     """Whether its methods are right for any tensors and under any transform, so that `guarded` is not needed."""
@@ -94,16 +90,12 @@ def patched_class(mixin: Any, original: Any) -> type[nn.Module]:
     if hasattr(mixin, "content"):
         content |= mixin.content(original)
     content["_arguments"] = tuple(inspect.signature(original.forward).parameters)[1:]
-    for name in GUARDED:
-        method, before = content.get(name) or getattr(mixin, name, None), getattr(original, name, None)
-        if before is None or method in (None, before, nn.Module.forward):
-            continue
-        if getattr(mixin, "guards_itself", False):
-            content[name] = _with_signature(method, before)
-        else:
-            content[name] = _with_signature(guarded(method, getattr(mixin, f"original_{name}", before)), before)
-    if mixin.small_below:
-        content["forward"] = _left_if_small(content.get("forward") or mixin.forward, original.forward, mixin)
+    forward, before = mixin.forward, original.forward
+    if forward not in (before, nn.Module.forward):
+        if not getattr(mixin, "guards_itself", False):
+            forward = guarded(forward, getattr(mixin, "original_forward", before))
+        forward = _with_signature(forward, before)
+        content["forward"] = _left_if_small(forward, before, mixin) if mixin.small_below else forward
     return cast(Any, type(original.__name__, bases, content))
 
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from transformer_kernels import ops
-from transformer_kernels.ops import _checks
 from transformer_kernels.ops._foreign import refused
 from transformer_kernels.patching import _fused
-from transformer_kernels.patching._fused import activated, add_norm, dropped, embedded, is_plain_table, rows
+from transformer_kernels.patching._fused import add_norm, dropped
 from transformer_kernels.patching._products import by_columns
-from transformer_kernels.patching._swap import Mixin, MovedDropout, is_plain, swap, with_global
+from transformer_kernels.patching._swap import Mixin, MovedDropout, is_plain, swap
 
 
 class Activation(Mixin):
@@ -50,98 +46,6 @@ class ResidualNorm(Mixin):
         return add_norm(branch, input_tensor, self.dropout, self.LayerNorm, self.backend)[0]
 
 
-class Intermediate(Mixin):
-    """activation(dense(x)) of BERT."""
-
-    operation = "linear"
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return activated(hidden_states, self.dense, self.intermediate_act_fn, self.backend)
-
-
-class Layer(Mixin):
-    """The original forward of BERT's layer, without inspecting the signature of the feed-forward network."""
-
-    @staticmethod
-    def content(original: Any) -> dict[str, Any]:
-        """The patched class's own attributes."""
-        chunk = inspect.unwrap(original.forward).__globals__[CHUNK]
-        return {"forward": with_global(original.forward, CHUNK, functools.partial(_chunked, chunk))}
-
-
-def _chunked(chunk: Any, function: Any, size: int, dim: int, *inputs: Tensor) -> Any:
-    """`apply_chunking_to_forward` of transformers, which inspects the signature of the function at each call."""
-    return chunk(function, size, dim, *inputs) if size else function(*inputs)
-
-
-class _Embeddings(Mixin):
-    """Token + position + segment, LayerNorm, dropout."""
-
-    operation = "embedding"
-    small_below = 1 << 8
-
-    def _is_plain(self) -> bool:
-        tables = [self.word_embeddings, self.position_embeddings, getattr(self, "token_type_embeddings", None)]
-        parts = is_plain(self.LayerNorm, nn.LayerNorm) and is_plain(self.dropout, nn.Dropout)
-        return parts and all(table is None or is_plain_table(table) for table in tables)
-
-    def _embed(self, tokens: Tensor, positions: Tensor, ids: Tensor | None) -> Tensor:
-        parts = (self.LayerNorm, self.dropout, self.backend)
-        return embedded(tokens, self.word_embeddings, positions, ids, *parts)
-
-    def _embed_with_segments(
-        self, tokens: Tensor, segments: Tensor | None, position_ids: Tensor | None, first: int
-    ) -> Tensor:
-        """One table has position + segment for each pair of them."""
-        positions, kinds = rows(self.position_embeddings), rows(self.token_type_embeddings)
-        if position_ids is None:
-            positions = positions[first : first + tokens.shape[1]]
-        if segments is None:
-            return self._embed(tokens, positions + kinds[0], position_ids)
-        if not torch.compiler.is_compiling():
-            _checks.rows_in_range("embedding", "token_type_ids", segments, kinds.shape[0])
-            if position_ids is not None:
-                _checks.rows_in_range("embedding", "position_ids", position_ids, positions.shape[0])
-        if position_ids is None:
-            position_ids = torch.arange(tokens.shape[1], device=tokens.device)
-        table = (positions + kinds[:, None]).flatten(0, 1)  # (segments * P, E)
-        return self._embed(tokens, table, segments * positions.shape[0] + position_ids)
-
-
-class BertEmbeddings(_Embeddings):
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        given = self.by_name(args, kwargs)
-        if given.get("input_ids") is None or given.get("inputs_embeds") is not None or not self._is_plain():
-            return super().forward(*args, **kwargs)
-        cached = given.get(self._arguments[-1], 0)
-        return self._embed_given(given["input_ids"], given.get("token_type_ids"), given.get("position_ids"), cached)
-
-    def _embed_given(self, tokens: Tensor, segments: Tensor | None, position_ids: Tensor | None, cached: int) -> Tensor:
-        """The embeddings of tokens behind the cached ones."""
-        return self._embed_with_segments(tokens, segments, position_ids, cached)
-
-
-class RobertaEmbeddings(BertEmbeddings):
-    forward = BertEmbeddings.forward
-
-    def _embed_given(self, tokens: Tensor, segments: Tensor | None, position_ids: Tensor | None, cached: int) -> Tensor:
-        if position_ids is None:
-            position_ids = self.create_position_ids_from_input_ids(tokens, self.padding_idx, cached)
-        return self._embed_with_segments(tokens, segments, position_ids, 0)
-
-
-class DistilBertEmbeddings(_Embeddings):
-    def forward(
-        self, input_ids: Tensor, inputs_embeds: Tensor | None = None, position_ids: Tensor | None = None
-    ) -> Tensor:
-        if input_ids is None or inputs_embeds is not None or not self._is_plain():
-            return super().forward(input_ids, inputs_embeds, position_ids)
-        positions = rows(self.position_embeddings)
-        if position_ids is None:
-            positions = positions[: input_ids.shape[1]]
-        return self._embed(input_ids, positions, position_ids)
-
-
 class DistilBertBlock(Mixin):
     """Attention and the feed-forward network, each fused with its residual addition and LayerNorm."""
 
@@ -157,13 +61,6 @@ class DistilBertBlock(Mixin):
         hidden_states, _ = add_norm(attended, hidden_states, None, self.sa_layer_norm, self.backend, fused)
         moved = moved_dropout(self.ffn.dropout)
         return add_norm(self.ffn(hidden_states), hidden_states, moved, self.output_layer_norm, self.backend, fused)[0]
-
-
-class DistilBertFFN(Mixin):
-    operation = "linear"
-
-    def ff_chunk(self, input: Tensor) -> Tensor:
-        return self.dropout(self.lin2(activated(input, self.lin1, self.activation, self.backend)))
 
 
 class GPT2Block(Mixin):
@@ -307,7 +204,6 @@ def moved_dropout(dropout: nn.Module) -> nn.Module | None:
 BERT, ROBERTA = "transformers.models.bert.modeling_bert.Bert", "transformers.models.roberta.modeling_roberta.Roberta"
 DISTILBERT = "transformers.models.distilbert.modeling_distilbert."
 GPT2, VIT = "transformers.models.gpt2.modeling_gpt2.GPT2", "transformers.models.vit.modeling_vit.ViT"
-CHUNK = "apply_chunking_to_forward"
 T5 = "transformers.models.t5.modeling_t5.T5"
 
 REPLACEMENTS: dict[str, type] = {
@@ -315,14 +211,7 @@ REPLACEMENTS: dict[str, type] = {
     "transformers.activations.GELUActivation": ExactActivation,
     "transformers.activations.GELUTanh": TanhActivation,
     **{f"{family}{name}": ResidualNorm for family in (BERT, ROBERTA) for name in ("SelfOutput", "Output")},
-    **{f"{family}Intermediate": Intermediate for family in (BERT, ROBERTA)},
-    f"{BERT}Layer": Layer,
-    f"{ROBERTA}Layer": Layer,
-    f"{BERT}Embeddings": BertEmbeddings,
-    f"{ROBERTA}Embeddings": RobertaEmbeddings,
-    f"{DISTILBERT}Embeddings": DistilBertEmbeddings,
     f"{DISTILBERT}TransformerBlock": DistilBertBlock,
-    f"{DISTILBERT}FFN": DistilBertFFN,
     _fused.CONV1D: Conv1D,
     f"{GPT2}Block": GPT2Block,
     f"{VIT}Layer": ViTLayer,

@@ -5,6 +5,9 @@ Both take csrc/calls/embedding.h.
 
 from __future__ import annotations
 
+from functools import cached_property
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,45 +19,55 @@ from transformer_kernels.ops.embedding import EmbeddingCall, EmbeddingResult, _s
 class Kernels(Compiled):
     """Embedding by the compiled kernels of one machine."""
 
+    def __init__(self, call: EmbeddingCall) -> None:
+        super().__init__(call)
+        machine, weight, positions = self._machine, call.weight, call.positions
+        self._rows, self._columns = call.tokens.numel(), weight.shape[1]
+        self._dropout_p, self._eps, self._normalises = call.dropout_p, call.eps, call.norm_weight is not None
+        self._sizes: dict[str, Any] = {
+            "rows": self._rows,
+            "columns": self._columns,
+            "length": call.tokens.shape[1],
+            "vocabulary": weight.shape[0],
+            "position_count": 0 if positions is None else positions.shape[0],
+            "scale": call.scale,
+        }
+        tokens, position_ids = machine.index(call.tokens), machine.index(call.position_ids)
+        self._index_types = {
+            "tokens_are_int64": tokens.dtype is torch.int64,
+            "position_ids_are_int64": position_ids is not None and position_ids.dtype is torch.int64,
+        }
+        parameters = machine.parameter(call.norm_weight), machine.parameter(call.norm_bias)
+        self._wide = [parameter is not None and parameter.dtype is torch.float32 for parameter in parameters]
+
+    @cached_property
+    def _forward(self) -> Any:
+        return self._bind(
+            "embedding_forward",
+            dropout_p=self._dropout_p,
+            **self._sizes,
+            eps=self._eps,
+            **self._index_types,
+            weight_is_float32=self._wide[0],
+            bias_is_float32=self._wide[1],
+        )
+
     def forward(self, call: EmbeddingCall) -> EmbeddingResult:
         """y, and with LayerNorm per row the mean and 1 / sqrt(var + eps) in float32."""
         weight, machine = call.weight, self._machine
-        tokens, position_ids = machine.index(call.tokens), machine.index(call.position_ids)
-        norm_weight, norm_bias = machine.parameter(call.norm_weight), machine.parameter(call.norm_bias)
-        rows, columns = tokens.numel(), weight.shape[1]
-        y = weight.new_empty(*tokens.shape, columns)
+        y = weight.new_empty(*call.tokens.shape, self._columns)
         mean, rstd = None, None
-        if norm_weight is not None:
-            mean, rstd = weight.new_empty(2, rows, dtype=torch.float32).unbind()
-        device, stream = machine.stream_of(weight)
-        machine.load().embedding_forward(
-            dtype=machine.DTYPE_CODES[weight.dtype],
-            weight=weight.data_ptr(),
-            tokens=tokens.data_ptr(),
-            positions=address(call.positions),
-            position_ids=address(position_ids),
-            norm_weight=address(norm_weight),
-            norm_bias=address(norm_bias),
-            seed=address(call.seed),
-            dropout_p=call.dropout_p,
-            y=y.data_ptr(),
-            mean=address(mean),
-            rstd=address(rstd),
-            rows=rows,
-            columns=columns,
-            length=tokens.shape[1],
-            vocabulary=weight.shape[0],
-            position_count=0 if call.positions is None else call.positions.shape[0],
-            scale=call.scale,
-            eps=call.eps,
-            tokens_are_int64=tokens.dtype is torch.int64,
-            position_ids_are_int64=position_ids is not None and position_ids.dtype is torch.int64,
-            weight_is_float32=norm_weight is not None and norm_weight.dtype is torch.float32,
-            bias_is_float32=norm_bias is not None and norm_bias.dtype is torch.float32,
-            device=device,
-            stream=stream,
-        )
+        if call.norm_weight is not None:
+            mean, rstd = weight.new_empty(2, self._rows, dtype=torch.float32).unbind()
+        norm_bias = machine.parameter(call.norm_bias)
+        self._forward(*self._gathered(call), norm_bias, call.seed, y, mean, rstd)
         return EmbeddingResult(y, mean, rstd)
+
+    def _gathered(self, call: EmbeddingCall) -> tuple[Tensor | None, ...]:
+        """What both kernels read: the tables, the indices of their rows, and LayerNorm's weight."""
+        machine = self._machine
+        tokens, position_ids = machine.index(call.tokens), machine.index(call.position_ids)
+        return call.weight, tokens, call.positions, position_ids, machine.parameter(call.norm_weight)
 
     def backward(
         self, call: EmbeddingCall, result: EmbeddingResult, grads: Grads, wanted: Wanted
@@ -69,50 +82,32 @@ class Kernels(Compiled):
             in_dtype_of(call.norm_bias, dnorm_bias),
         )
 
+    @cached_property
+    def _backward(self) -> Any:
+        return self._bind(
+            "embedding_backward",
+            dropout_p=self._dropout_p,
+            partial_rows=self._partials(torch.empty(0, device=self._device))[1],
+            **self._sizes,
+            **self._index_types,
+            weight_is_float32=self._wide[0],
+        )
+
+    def _partials(self, like: Tensor) -> tuple[Tensor | None, int]:
+        return self._machine.partials(like, self._rows, self._columns, 2) if self._normalises else (None, 0)
+
     def _below_norm(
         self, call: EmbeddingCall, result: EmbeddingResult, dy: Tensor, wanted: Wanted
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The gradient of the gathered sum (B, L, E), and those of LayerNorm's parameters."""
-        weight, machine = call.weight, self._machine
-        tokens, position_ids = machine.index(call.tokens), machine.index(call.position_ids)
-        rows, columns = tokens.numel(), weight.shape[1]
-        norm_weight = machine.parameter(call.norm_weight)
+        machine, norm_weight = self._machine, call.norm_weight
         ds, dnorm_weight, dnorm_bias = torch.empty_like(dy), None, None
-        partials, partial_rows = None, 0
-        if call.norm_weight is not None:
-            partials, partial_rows = machine.partials(weight, rows, columns, 2)
-            dnorm_weight = machine.sum_like(call.norm_weight, wanted[2])
-            dnorm_bias = None if call.norm_bias is None else machine.sum_like(call.norm_weight, wanted[3])
-        device, stream = machine.stream_of(weight)
-        machine.load().embedding_backward(
-            dtype=machine.DTYPE_CODES[weight.dtype],
-            dy=dy.data_ptr(),
-            weight=weight.data_ptr(),
-            tokens=tokens.data_ptr(),
-            positions=address(call.positions),
-            position_ids=address(position_ids),
-            norm_weight=address(norm_weight),
-            mean=address(result.mean),
-            rstd=address(result.rstd),
-            seed=address(call.seed),
-            dropout_p=call.dropout_p,
-            ds=ds.data_ptr(),
-            dnorm_weight=address(dnorm_weight),
-            dnorm_bias=address(dnorm_bias),
-            partials=address(partials),
-            partial_rows=partial_rows,
-            rows=rows,
-            columns=columns,
-            length=tokens.shape[1],
-            vocabulary=weight.shape[0],
-            position_count=0 if call.positions is None else call.positions.shape[0],
-            scale=call.scale,
-            tokens_are_int64=tokens.dtype is torch.int64,
-            position_ids_are_int64=position_ids is not None and position_ids.dtype is torch.int64,
-            weight_is_float32=norm_weight is not None and norm_weight.dtype is torch.float32,
-            device=device,
-            stream=stream,
-        )
+        if norm_weight is not None:
+            dnorm_weight = machine.sum_like(norm_weight, wanted[2])
+            dnorm_bias = None if call.norm_bias is None else machine.sum_like(norm_weight, wanted[3])
+        partials, _ = self._partials(call.weight)
+        statistics = result.mean, result.rstd
+        self._backward(dy, *self._gathered(call), *statistics, call.seed, ds, dnorm_weight, dnorm_bias, partials)
         return ds, dnorm_weight, dnorm_bias
 
     def table_gradients(self, call: EmbeddingCall, ds: Tensor, wanted: Wanted) -> tuple[Tensor | None, Tensor | None]:

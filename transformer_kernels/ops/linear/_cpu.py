@@ -26,6 +26,10 @@ SMALL_BATCH = 4
 MIN_READ = 1 << 18
 """Elements of a weight below which it may be in a cache, and PyTorch's product is called in less time."""
 
+MIN_ROWS = 256
+MIN_ROWS_ON_AMD, MIN_PRODUCTS_ON_AMD = 32, 1 << 18
+"""Rows of x, and rows times elements of the weight, from which products without an activation are worth a call."""
+
 # Written by benchmarks/linear_limits.py.
 LIMITS: dict[tuple[torch.dtype, str, str], tuple[tuple[int, int], ...]] = {
     (torch.float32, "all", ""): ((0, 1 << 19),),
@@ -37,12 +41,33 @@ LIMITS: dict[tuple[torch.dtype, str, str], tuple[tuple[int, int], ...]] = {
 }
 """By dtype, products and processor: (rows of x, elements of the largest weight for which our products are faster)."""
 
-Activation: Any = _compiled.Kernels.on(cpu)
+_Activation: Any = _compiled.Kernels.on(cpu)
 
 
 def fuses(call: LinearCall) -> bool:
     """Whether these kernels compute all three products, of many rows."""
     return not _is_small_batch(call) and call.weight.numel() <= _limit(call.x, "all")
+
+
+def multiplies(x: Tensor, weight: Tensor, recorded: bool, forward_alone: bool = False) -> bool:
+    """Whether this package multiplies x (..., K) by a weight in less time than PyTorch, its call included.
+
+    A forward product alone, without gradients, is at best as fast in ours where MKL is not slow, which it is on AMD.
+    """
+    if are_few(x.numel() // max(1, x.shape[-1]), weight) or cpu.unavailable(weight.device) is not None:
+        return False
+    if not recorded and processor(cpu.load()) != "AMD":
+        return False
+    return 0 < weight.numel() <= largest_weight(x, forward_alone)
+
+
+def are_few(rows: int, weight: Tensor) -> bool:
+    """Whether PyTorch's product of so many rows and a weight takes less time."""
+    if rows >= MIN_ROWS:
+        return False
+    if rows < MIN_ROWS_ON_AMD or rows * weight.numel() < MIN_PRODUCTS_ON_AMD:
+        return True
+    return cpu.unavailable(weight.device) is not None or processor(cpu.load()) != "AMD"
 
 
 def largest_weight(x: Tensor, forward_alone: bool = False) -> int:
@@ -93,6 +118,8 @@ class Selected(Kernels):
     """Layers of one layout of which PyTorch computes some products. This package's are the forward product of output
     layers and the weight gradient of others."""
 
+    _made: Any = None
+
     def __init__(self, call: LinearCall) -> None:
         x, weight, _, _ = call
         self._products, self._small = Products(call), _is_small_batch(call)
@@ -116,9 +143,15 @@ class Selected(Kernels):
             return self._products.small_batch(call) if self._small else unactivated(call)
         before = self._products.small_batch(call).y if self._small else product(call, call.bias)
         y = before if call.activation == "relu" else torch.empty_like(before)
-        inner = ActivationCall(before, None, None, call.activation, False)
-        Activation(inner).run(inner, y)
+        self._activation(before, call).run(ActivationCall(before, None, None, call.activation, False), y)
         return LinearResult(y, before)
+
+    def _activation(self, before: Tensor, call: LinearCall) -> Any:
+        """The activation's kernels, constructed from the first sums, to which the bias has been added."""
+        if self._made is None:
+            assert call.activation is not None
+            self._made = _Activation(ActivationCall(before, call.bias, None, call.activation, False))
+        return self._made
 
     def backward(self, call: LinearCall, result: LinearResult, grads: Grads, wanted: Wanted) -> Gradients:
         """dx, dweight and dbias."""
@@ -126,7 +159,8 @@ class Selected(Kernels):
             return self._gradients(call, grads[0], wanted)
         assert result.saved is not None
         inner = ActivationCall(result.saved, call.bias, None, call.activation, False)  # the bias is in `saved`
-        dz, dbias, _ = Activation(inner).backward(inner, result.saved, grads, (True, wanted[2], False))
+        kernels = self._activation(result.saved, call)
+        dz, dbias, _ = kernels.backward(inner, result.saved, grads, (True, wanted[2], False))
         dx, dweight, _ = self._gradients(call, dz, (*wanted[:2], False))
         return dx, dweight, dbias
 

@@ -13,15 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from transformer_kernels import ops
-from transformer_kernels.backends import cpu
 from transformer_kernels.ops._crossovers import prefers_torch
 from transformer_kernels.ops._dropout import MIN_DROPPED, has_dropout_kernel
 from transformer_kernels.ops._dropout import dropout as dropout_kernel
 from transformer_kernels.ops._pattern import As, Call, Input, Match, Number, Option, Pattern, Replacement
 from transformer_kernels.ops.attention._pattern import grouped
-from transformer_kernels.ops.linear._cpu import largest_weight, processor
+from transformer_kernels.ops.linear._cpu import multiplies
 from transformer_kernels.patching import _torch_calls as calls
-from transformer_kernels.patching._products import MIN_PRODUCTS, are_few, by_columns, faster_linear, rows_of
+from transformer_kernels.patching._products import MIN_PRODUCTS, by_columns, faster_linear
 
 X = Input("x")
 LINEAR = Call("linear", X, Input("weight"), Option("bias"))
@@ -63,16 +62,7 @@ def _faster_linear(match: Match, x: Any, weight: Any, values: tuple[Any, ...]) -
         return FASTER
     if not _is_static(x):
         return Replacement(faster_linear, values)
-    return Replacement(linear, values) if _multiplies(match, x, weight) else FASTER
-
-
-def _multiplies(match: Match, x: Any, weight: Any) -> bool:
-    """`linear_is_ours`, for tensors without values and while PyTorch compiles."""
-    if cpu.unavailable(x.device) is not None or are_few(rows_of(x), weight):
-        return False
-    if not match.trains and processor(cpu.load()) != "AMD":
-        return False
-    return 0 < weight.numel() <= largest_weight(x)
+    return Replacement(linear, values) if multiplies(x, weight, match.trains) else FASTER
 
 
 def _linear_under_autocast(match: Match, values: tuple[Any, ...]) -> Replacement | str:
@@ -112,7 +102,7 @@ def _by_columns(match: Match) -> Replacement | str:
         return FASTER
     if not _is_static(x):
         return Replacement(by_columns, (*values, None))
-    large = x.numel() * weight.shape[1] >= MIN_PRODUCTS and _multiplies(match, x, weight)
+    large = x.numel() * weight.shape[1] >= MIN_PRODUCTS and multiplies(x, weight, match.trains)
     return Replacement(linear_by_columns, values) if large else FASTER
 
 

@@ -15,7 +15,8 @@ from torch.nn.modules import transformer
 
 from transformer_kernels import ops
 from transformer_kernels.ops._pattern import Call, Match, Option, Pattern, Prepared, Replacement
-from transformer_kernels.patching._products import are_few, faster_linear
+from transformer_kernels.ops.linear._cpu import are_few
+from transformer_kernels.patching._products import faster_linear
 
 PARAMETERS = ("x", "width", "heads", "in_weight", "in_bias", "out_weight", "out_bias", "gelu", "norm_first", "eps",
               "weight1", "bias1", "weight2", "bias2", "up_weight", "up_bias", "down_weight", "down_bias", "mask",
