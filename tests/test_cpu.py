@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import shutil
@@ -18,6 +17,7 @@ from torch import Tensor
 import transformer_kernels as tk
 from tests.support import fresh
 from tests.support.arguments import DTYPES, dtype_id
+from tests.support.day import EVERY
 from tests.support.operations import EXAMPLES, row_operations
 from tests.support.parity import assert_within_budget
 from transformer_kernels.backends import build, cpu
@@ -128,7 +128,6 @@ EXCEEDED = {
 """Floats that exceed a bound, found by the check of every float but not of every 4,099th, and their excess."""
 
 BLOCK = 1 << 22
-EVERY = int(os.environ.get("TRANSFORMER_KERNELS_GATES_EVERY", "1"))
 """Every n-th block of floats is checked, and the known excesses; all by default."""
 
 

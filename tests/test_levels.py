@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.day import EVERY
 from transformer_kernels.backends import cpu
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,7 +33,6 @@ LEVELS = {
     "amx": {},
 }
 """Environment variables that restrict PyTorch, oneDNN and MKL to a level of this package."""
-EVERY = int(os.environ.get("TRANSFORMER_KERNELS_GATES_EVERY", "1"))
 SAMPLE = (
     "tests/ops/test_cross_entropy.py::test_matches_reference_over_wide_rows",
     "tests/ops/test_every_operation.py",

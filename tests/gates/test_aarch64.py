@@ -1,6 +1,5 @@
 """The CPU kernels compiled for aarch64, with NEON, pass the tests of the backend "cpu" under qemu-user."""
 
-import os
 import re
 import subprocess
 import sys
@@ -9,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.support import aarch64
+from tests.support.day import EVERY
 
 ROOT = Path(__file__).resolve().parents[2]
-EVERY = int(os.environ.get("TRANSFORMER_KERNELS_GATES_EVERY", "1"))
 REST = (
     "tests/ops/test_every_operation.py",
     "tests/ops/test_embedding.py",

@@ -1,6 +1,5 @@
 """Every CUDA kernel compiles for every architecture, without spills and with the expected instructions."""
 
-import os
 import re
 
 import pytest
@@ -9,6 +8,7 @@ from benchmarks.compilers import cuda as cuda_report
 from benchmarks.compilers import cuda_launches, static
 from benchmarks.compilers.machine_code import Flow, bytes_in_flight, disassembler
 from tests.gates.machine_code import dropout_instructions, overlapped_loop, registers_by_role
+from tests.support.day import EVERY
 from tests.support.operations import row_operations
 from transformer_kernels.backends import build as _build
 from transformer_kernels.backends import cuda as _extension
@@ -36,7 +36,6 @@ VECTOR_KERNELS = (
 
 
 ARCHITECTURES = ("75", "80", "86", "90a", "100", "120")
-EVERY = int(os.environ.get("TRANSFORMER_KERNELS_GATES_EVERY", "1"))
 TWINS = {
     "attention_float16": ("75", "100"),
     "attention_short_float16": ("86", "120"),

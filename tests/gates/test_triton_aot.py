@@ -1,6 +1,5 @@
 """Ahead-of-time gates of the Triton kernels: they compile for each architecture, to the expected machine code."""
 
-import os
 import subprocess
 import sys
 
@@ -12,12 +11,12 @@ from benchmarks.compilers.row_calls import WIDTHS
 from benchmarks.tune_triton import targets
 from tests.support.compilations import OPERATIONS as COUNTED
 from tests.support.compilations import compilations
+from tests.support.day import EVERY
 from tests.support.host_time import host_costs
 from transformer_kernels.backends.triton import MINIMUM_VERSION
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
-EVERY = int(os.environ.get("TRANSFORMER_KERNELS_GATES_EVERY", "1"))
 """Every n-th launch is compiled; all of them by default, which takes an hour."""
 
 BACKWARD_QUERY = "attention_backward_query"

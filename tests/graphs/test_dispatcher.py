@@ -18,6 +18,8 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
+from tests.support.day import EVERY
+
 CHECKOUT = Path(__file__).resolve().parents[2]
 
 UNINITIALISED = ("empty", "resize", "new_empty", "_empty", "set_")
@@ -239,7 +241,7 @@ IGNORE_OUT = "aten::linalg_matrix_rank."
 """Overloads by which PyTorch does not write to `out` while any dispatch mode is active, so none can record that."""
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [60, pytest.param(10_000 // EVERY, marks=pytest.mark.slow)])
 def test_no_operator_of_the_dispatcher_is_omitted(count, tmp_path):
     outcomes = walk(drawn(count, 5), tmp_path)
     kinds = Counter(each.partition(":")[0] for each in outcomes.values())

@@ -11,6 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import transformer_kernels as tk
+from tests.support.day import EVERY
 from transformer_kernels.backends import cpu
 from transformer_kernels.graphs import _effects
 from transformer_kernels.graphs._host import HostGraphs, in_one_piece
@@ -438,7 +439,7 @@ def follows(operator, leaves, layout):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("count", [60, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [60, pytest.param(10_000 // EVERY, marks=pytest.mark.slow)])
 def test_operators_of_the_dispatcher_are_replayed(count):
     """Operators are drawn from all that PyTorch tests; no replay may leave one out."""
     followed = Counter()

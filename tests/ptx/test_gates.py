@@ -3,13 +3,11 @@
 TRANSFORMER_KERNELS_GATES_EVERY thins them.
 """
 
-import os
-
 import pytest
 
 from benchmarks.compilers.triton import OPERATIONS
 from tests.ptx.test_operations import DTYPES, PER_DTYPE, PER_TARGET, TARGETS
-from tests.support.day import day
+from tests.support.day import EVERY, day
 from tests.support.operations import EXAMPLES
 from tests.support.ptx.cases import KNOWN, decoded, example, lengths, problems, random_call
 from tests.support.ptx.worker import in_worker
@@ -17,7 +15,6 @@ from tests.support.random_calls import DRAWN
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-EVERY = int(os.environ.get("TRANSFORMER_KERNELS_GATES_EVERY", "1"))
 CALLS = max(2, 16 // EVERY)
 """Random calls of each operation."""
 LENGTHS = [(1, 1), (17, 17), (128, 128), (129, 129), (1, 129), (17, 128), (129, 17), (65, 257)]

@@ -1,10 +1,13 @@
-"""The seed of random calls and samples: they change with each day, and a commit always draws the same ones."""
+"""The seed of random calls and samples, which a commit always draws alike, and how many of the cases the gates take."""
 
 import datetime
 import functools
 import os
 import subprocess
 from pathlib import Path
+
+EVERY = int(os.environ.get("TRANSFORMER_KERNELS_GATES_EVERY", "1"))
+"""The gates take every n-th case; 1: all."""
 
 
 @functools.cache
