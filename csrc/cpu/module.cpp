@@ -4,6 +4,7 @@
 #include "levels.h"
 
 #include "../module.h"
+#include "reproducible.h"
 #include "scratch.h"
 
 namespace transformer_kernels {
@@ -115,6 +116,7 @@ TK_MODULE(_cpu, "The kernels of the CPU backend.") {
       {TK_FUNCTION(use, "Computes with this instruction set from now on; ValueError where it cannot be used."),
        TK_FUNCTION(instruction_set, "The instruction set in use."),
        method("record_with", record_with, "Calls this function before each kernel of this thread; None: no longer."),
+       TK_FUNCTION(reproduce, "Whether results have the same bits at every instruction set."),
        TK_FUNCTION(fill_scratch, "For tests: fills scratch memory with this word at each request; -1: no longer."),
        TK_FUNCTION(kept_scratch, "The bytes of scratch memory that this thread keeps."),
        TK_FUNCTION(denormal_operand, "Whether this thread met a denormal operand since the last call (x86 only)."),

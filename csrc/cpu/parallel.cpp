@@ -15,6 +15,7 @@
 #define TK_LEVEL plain
 #include "pages.h"
 #include "parallel.h"
+#include "reproducible.h"
 #include "scratch.h"
 
 // PyTorch's own OpenMP threads where it brings GNU's runtime, as its Linux wheels do: a second pool would have to share
@@ -54,8 +55,12 @@ struct Scratch {
 };
 thread_local Scratch kept;
 int64_t filled_with = -1;
+bool reproduces = false;
 
 }  // namespace
+
+bool is_reproducible() { return reproduces; }
+void reproduce(bool on) { reproduces = on; }
 
 int64_t thread_count() {
   const bool together = !forked && GOMP_parallel && omp_get_thread_num && omp_get_num_threads && omp_get_max_threads;

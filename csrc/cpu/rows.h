@@ -101,13 +101,17 @@ inline void add_parts(const float* sums, int64_t parts, int64_t width, int64_t c
 }
 
 // Calls f(column, lanes, u, x -> what dropout leaves of x) for the vectors of a row of counters
-// (column / 8, row, 0, 0).
-template <class F>
+// (column / 8, row, 0, 0). SUMMED: u is that of over_sums, else that of over_columns.
+template <bool SUMMED = false, class F>
 TK_INLINE void over_dropped_columns(const Dropout& dropout, uint32_t row, int64_t columns, const F& f) {
   constexpr int GROUPS = 2, VECTORS = COLUMNS_OF_GROUP / WIDTH;
-  if (!dropout.threshold)
-    return over_columns(
-        columns, [&](int64_t j, auto lanes, int u) TK_LAMBDA { f(j, lanes, u, [](Floats x) TK_LAMBDA { return x; }); });
+  if (!dropout.threshold) {
+    const auto all = [&](int64_t j, auto lanes, int u) TK_LAMBDA {
+      f(j, lanes, u, [](Floats x) TK_LAMBDA { return x; });
+    };
+    if constexpr (SUMMED) return over_sums(columns, all);
+    else return over_columns(columns, all);
+  }
   for (int64_t group = 0; group < columns; group += GROUPS * COLUMNS_OF_GROUP) {
     uint64_t bits[GROUPS];
     keep_bits<GROUPS>(dropout, 0, row, 0, static_cast<uint32_t>(group / COLUMNS_OF_COUNTER), COUNTERS_OF_GROUP, bits);
@@ -115,8 +119,10 @@ TK_INLINE void over_dropped_columns(const Dropout& dropout, uint32_t row, int64_
       const int64_t j = group + v * WIDTH;
       const uint32_t own = static_cast<uint32_t>(bits[v / VECTORS] >> (v % VECTORS * WIDTH));
       auto drop = [&](Floats x) TK_LAMBDA { return kept(own, x * dropout.scale); };
-      if (j + WIDTH <= columns) f(j, Whole{}, v & 3, drop);
-      else if (j < columns) f(j, Part{static_cast<int>(columns - j)}, 0, drop);
+      const bool complete = j / SUM_LANES * SUM_LANES + SUM_LANES <= columns;
+      const int u = complete ? v % SUMS : v % PARTS;
+      if (j + WIDTH <= columns) f(j, Whole{}, u, drop);
+      else if (j < columns) f(j, Part{static_cast<int>(columns - j)}, u, drop);
     }
   }
 }
@@ -124,13 +130,13 @@ TK_INLINE void over_dropped_columns(const Dropout& dropout, uint32_t row, int64_
 // The sum of f(column, lanes, u) over a row, in blocks whose sums are added: in a chain of additions as long as a wide
 // row the rounding errors grow with the row.
 template <class F> TK_INLINE float sum_over_columns(int64_t columns, const F& f) {
-  constexpr int64_t BLOCK = 256 * WIDTH;
-  Floats total[4] = {};
+  constexpr int64_t BLOCK = 256 * SUM_LANES;
+  Floats total[SUMS] = {};
   for (int64_t begin = 0; begin < columns; begin += BLOCK) {
-    Floats block[4] = {};
-    over_columns(columns - begin < BLOCK ? columns - begin : BLOCK,
+    Floats block[SUMS] = {};
+    over_sums(columns - begin < BLOCK ? columns - begin : BLOCK,
                  [&](int64_t j, auto lanes, int u) TK_LAMBDA { block[u] += f(begin + j, lanes, u); });
-    for (int u = 0; u < 4; ++u) total[u] += block[u];
+    for (int u = 0; u < SUMS; ++u) total[u] += block[u];
   }
   return sum(total);
 }
@@ -141,8 +147,8 @@ template <bool CENTRED> TK_INLINE Floats with_term(Floats total, Floats x) {
 }
 
 template <bool CENTRED, class T> TK_INLINE float row_sum(const T* x, int64_t columns) {
-  Floats total[4] = {};
-  over_columns(columns, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
+  Floats total[SUMS] = {};
+  over_sums(columns, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
     total[u] = with_term<CENTRED>(total[u], load(x + j, lanes));
   });
   return sum(total);
@@ -156,8 +162,8 @@ struct Moments {
 template <bool CENTRED, class T> TK_INLINE Moments moments(const T* x, float total, int64_t columns, float eps) {
   const float count = static_cast<float>(columns), mean = total / count;
   if constexpr (!CENTRED) return {0.f, 1.f / __builtin_sqrtf(mean + eps)};
-  Floats squares[4] = {}, rests[4] = {};
-  over_columns(columns, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
+  Floats squares[SUMS] = {}, rests[SUMS] = {};
+  over_sums(columns, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
     const Floats centred = load(x + j, lanes, mean) - mean;
     squares[u] = fma(centred, centred, squares[u]);
     rests[u] += centred;
@@ -178,34 +184,33 @@ struct Projections {
   float gradient, along;
 };
 
-// The sum of R vectors in pairs, which rounds less often than one after the other.
-template <int R> TK_INLINE Floats sum_in_pairs(Floats (&terms)[R]) {
+// The total with R more vectors, in pairs: that rounds less often than one after the other.
+template <int R> TK_INLINE Floats with_pairs(Floats total, const Floats (&terms)[R]) {
+  if constexpr (R == 1) return total + terms[0];
 #pragma GCC unroll 2
-  for (int step = 1; step < R; step *= 2)
-#pragma GCC unroll 2
-    for (int r = 0; r < R; r += 2 * step) terms[r] += terms[r + step];
-  return terms[0];
+  for (int r = 0; r + 2 <= R; r += 2) total += terms[r] + terms[r + 1];
+  return total;
 }
 
 // Of R rows that follow each other. Adds them to dweight and, CENTRED, dbias, which are sums of floats:
-// each is read and written once for all R.
-template <bool CENTRED, int R, class X, class G>
+// each is read and written once for all R. Each row's own sums are made in VECTORS of SUM_LANES.
+template <bool CENTRED, int R, int VECTORS, class X, class G>
 TK_INLINE void project(const X* x, const G* dy, const Moments* m, const float* weight, int64_t columns, float* dweight,
                        float* dbias, Projections* projections) {
-  constexpr int SUMS = R == 1 ? 4 : 1;  // independent ones of a row
-  Floats a[R][4] = {}, b[R][4] = {};
-  over_columns(columns, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
+  constexpr int OWN = VECTORS * PARTS;
+  Floats a[R][OWN] = {}, b[R][OWN] = {};
+  over_sums<VECTORS>(columns, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
     const Floats w = load(weight + j, lanes);
     Floats came[R], along[R];
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       came[r] = load(dy + r * columns + j, lanes);
       along[r] = came[r] * ((load(x + r * columns + j, lanes, m[r].mean) - m[r].mean) * m[r].rstd);
-      b[r][u % SUMS] = fma(along[r], w, b[r][u % SUMS]);
-      if constexpr (CENTRED) a[r][u % SUMS] = fma(came[r], w, a[r][u % SUMS]);
+      b[r][u % OWN] = fma(along[r], w, b[r][u % OWN]);
+      if constexpr (CENTRED) a[r][u % OWN] = fma(came[r], w, a[r][u % OWN]);
     }
-    store(dweight + j, load(dweight + j, lanes) + sum_in_pairs(along), lanes);
-    if constexpr (CENTRED) store(dbias + j, load(dbias + j, lanes) + sum_in_pairs(came), lanes);
+    store(dweight + j, with_pairs(load(dweight + j, lanes), along), lanes);
+    if constexpr (CENTRED) store(dbias + j, with_pairs(load(dbias + j, lanes), came), lanes);
   });
   for (int r = 0; r < R; ++r)
     projections[r] = {sum(a[r]) / static_cast<float>(columns), sum(b[r]) / static_cast<float>(columns)};

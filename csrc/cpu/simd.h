@@ -104,16 +104,6 @@ TK_INLINE Floats minimum(Floats a, Floats b) {
 }
 TK_INLINE Floats magnitude(Floats x) { return (Floats)((Words)x & 0x7FFFFFFFu); }
 
-// 1 / x to about 1 ulp, for normal x whose reciprocal is normal.
-TK_INLINE Floats reciprocal(Floats x) {
-#if defined(__AVX512F__)
-  const Floats guess = (Floats)_mm512_rcp14_ps((__m512)x);
-  return fma(guess, fma(-x, guess, splat(1.f)), guess);
-#else
-  return splat(1.f) / x;
-#endif
-}
-
 // ---- Sums over the lanes of a vector, in pairs ----
 
 template <class F> TK_INLINE float folded(Floats x, const F& f) {
@@ -330,8 +320,43 @@ template <class F> TK_INLINE void over_columns(int64_t columns, const F& f) {
   if (j < columns) f(j, Part{static_cast<int>(columns - j)}, 0);
 }
 
-TK_INLINE float sum(const Floats (&x)[4]) { return sum((x[0] + x[1]) + (x[2] + x[3])); }
 TK_INLINE float largest(const Floats (&x)[4]) { return largest(maximum(maximum(x[0], x[1]), maximum(x[2], x[3]))); }
+
+// Sums over a row have the same bits at every level: a row is added in vectors of SUM_LANES columns, four in turn and
+// then all to the first, whatever the width of a register, which holds SUM_LANES / PARTS of them.
+constexpr int SUM_LANES = 16, PARTS = SUM_LANES / WIDTH, SUMS = 4 * PARTS;
+
+// The same as over_columns, with u the sum's index: 0 ... VECTORS * PARTS - 1 in turn, then 0 ... PARTS - 1.
+template <int VECTORS = 4, class F> TK_INLINE void over_sums(int64_t columns, const F& f) {
+  int64_t j = 0;
+  if constexpr (VECTORS > 1)
+    for (; j + VECTORS * SUM_LANES <= columns; j += VECTORS * SUM_LANES)
+#pragma GCC unroll 8
+      for (int u = 0; u < VECTORS * PARTS; ++u) f(j + u * WIDTH, Whole{}, u);
+  for (; j + SUM_LANES <= columns; j += SUM_LANES)
+#pragma GCC unroll 4
+    for (int u = 0; u < PARTS; ++u) f(j + u * WIDTH, Whole{}, u);
+#pragma GCC unroll 4
+  for (int u = 0; u < PARTS; ++u, j += WIDTH)
+    if (PARTS > 1 && j + WIDTH <= columns) f(j, Whole{}, u);
+    else if (j < columns) f(j, Part{static_cast<int>(columns - j)}, u);
+}
+
+// The sum over the lanes of PARTS registers, 16 lanes, in pairs.
+TK_INLINE float sum_of_parts(const Floats* x) {
+  if constexpr (PARTS == 1) return sum(x[0]);
+  else if constexpr (PARTS == 2) return sum(x[0] + x[1]);
+  else return sum((x[0] + x[2]) + (x[1] + x[3]));
+}
+
+// The sum over the lanes of one vector of SUM_LANES or four.
+template <int REGISTERS> TK_INLINE float sum(const Floats (&x)[REGISTERS]) {
+  static_assert(REGISTERS == PARTS || REGISTERS == SUMS);
+  if constexpr (REGISTERS == PARTS) return sum_of_parts(x);
+  Floats total[PARTS];
+  for (int p = 0; p < PARTS; ++p) total[p] = (x[p] + x[PARTS + p]) + (x[2 * PARTS + p] + x[3 * PARTS + p]);
+  return sum_of_parts(total);
+}
 
 // A vector as it will be read again from memory of type T.
 template <class T> TK_INLINE Floats as_stored(Floats x) {

@@ -1,4 +1,4 @@
-// exp, tanh and the normal distribution's tail, in vectors. tests/test_cpu.py holds their bounds over every float32.
+// exp, log, tanh and the normal distribution's tail, in vectors. tests/test_cpu.py holds their bounds over every float32.
 #pragma once
 #include "kernel.h"
 
@@ -56,10 +56,31 @@ TK_INLINE Floats exponential(Floats x) {
 #endif
 }
 
+// The natural logarithm of a positive normal number, NaN of NaN, inf of inf: Cephes' logf,
+// whose polynomial is of degree 8.
+TK_INLINE Floats logarithm(Floats x) {
+  constexpr uint32_t HALF_ROOT = 0x3F3504F3u;  // sqrt(1/2), where the mantissa's range begins
+  const Words shifted = (Words)x - HALF_ROOT;
+  const Floats exponent = __builtin_convertvector((Ints)shifted >> 23, Floats);
+  const Floats m = (Floats)((shifted & 0x7FFFFFu) + HALF_ROOT) - 1.f, square = m * m;
+  Floats p = splat(7.0376836292e-2f);
+  p = fma(p, m, splat(-1.1514610310e-1f));
+  p = fma(p, m, splat(1.1676998740e-1f));
+  p = fma(p, m, splat(-1.2420140846e-1f));
+  p = fma(p, m, splat(1.4249322787e-1f));
+  p = fma(p, m, splat(-1.6668057665e-1f));
+  p = fma(p, m, splat(2.0000714765e-1f));
+  p = fma(p, m, splat(-2.4999993993e-1f));
+  p = fma(p, m, splat(3.3333331174e-1f));
+  const Floats tail = fma(exponent, splat(-2.12194440e-4f), p * m * square) - 0.5f * square;
+  const Floats result = fma(exponent, splat(0.693359375f), m + tail);
+  return x < INFINITY ? result : x;
+}
+
 // By an odd polynomial where 1 - e^-2|x| would lose digits, by that beyond.
 TK_INLINE Floats hyperbolic_tangent(Floats x) {
   const Floats z = magnitude(x), square = x * x, e = exponential(z * -2.f);
-  const Floats large = fma(e * -2.f, reciprocal(e + 1.f), splat(1.f));
+  const Floats large = fma(e * -2.f, 1.f / (e + 1.f), splat(1.f));
   Floats p = splat(-0x1.75e1cap-8f);  // minimax of (tanh(x) / x - 1) / x^2 for |x| <= 0.625: 4.4e-9 of tanh(x)
   p = fma(p, square, splat(0x1.52269ap-6f));
   p = fma(p, square, splat(-0x1.b83c5ap-5f));
@@ -77,7 +98,7 @@ TK_INLINE Normal normal(Floats x) {
   const Floats distance = magnitude(x);
   const Ints nothing = distance > 14.45f;  // both are 0 from there on, cleared as in `exponential`
   const Floats z = nothing ? splat(0.f) : distance, e = exponential_within(z * z * -0.5f);
-  const Floats t = reciprocal(fma(z, splat(0.3f), splat(1.f)));
+  const Floats t = 1.f / fma(z, splat(0.3f), splat(1.f));
   Floats p = splat(0.03840757f);  // minimax of (1 - Phi(z)) / e over 0 <= z <= 14.5: 5.8e-8 of it
   p = fma(p, t, splat(-0.1693083f));
   p = fma(p, t, splat(0.22895342f));

@@ -19,15 +19,13 @@ void set_ranges(QueryBlock& block) {
 
 // sum(out dout) of one query.
 float output_product(const AttentionCall& call, int64_t batch, int64_t head, int64_t row) {
-  Floats total = splat(0.f);
+  Floats total[PARTS] = {};
   by_dtype(call.dtype, [&](auto type) TK_LAMBDA {
     using T = typename decltype(type)::type;
     const T *out = row_of<const T>(call.out, batch, head, row), *dout = row_of<const T>(call.dout, batch, head, row);
-    int64_t d = 0;
-    for (; d + WIDTH <= call.width; d += WIDTH) total = fma(load(out + d), load(dout + d), total);
-    if (d < call.width)
-      total = fma(load(out + d, Part{static_cast<int>(call.width - d)}),
-                  load(dout + d, Part{static_cast<int>(call.width - d)}), total);
+    over_sums<1>(call.width, [&](int64_t d, auto lanes, int u) TK_LAMBDA {
+      total[u] = fma(load(out + d, lanes), load(dout + d, lanes), total[u]);
+    });
   });
   return sum(total);
 }
@@ -362,19 +360,24 @@ void add_bias_gradient(const AttentionCall& call, const Keys& keys, const QueryB
                        int64_t key, int64_t rows, float* dbias) {
   const int64_t *sizes = call.bias_sizes.at, columns = sizes[3];
   const bool dense = columns > 1 && sizes[2] > 1 && !keys.position;
-  alignas(64) float square[WIDTH * WIDTH];
-  for (int64_t lane = 0; lane < block.lanes.count; lane += WIDTH)
-    for (int64_t row = 0; row < rows; row += WIDTH) {
-      transpose_square(tile.gradients + row * SIZE + lane, SIZE, 1.f, square, WIDTH);
-      const int64_t some = smaller(WIDTH, rows - row), used = smaller(WIDTH, block.lanes.count - lane);
+  alignas(64) float square[SUM_LANES * SUM_LANES];
+  for (int64_t lane = 0; lane < block.lanes.count; lane += SUM_LANES)
+    for (int64_t row = 0; row < rows; row += SUM_LANES) {
+      for (int64_t i = 0; i < SUM_LANES; i += WIDTH)
+        for (int64_t j = 0; j < SUM_LANES; j += WIDTH)
+          transpose_square(tile.gradients + (row + j) * SIZE + lane + i, SIZE, 1.f, square + i * SUM_LANES + j,
+                           SUM_LANES);
+      const int64_t some = smaller(SUM_LANES, rows - row), used = smaller(SUM_LANES, block.lanes.count - lane);
       const bool joined = sizes[2] == 1;  // all queries have one row: the sums of a square make the long sum accurate
-      for (int64_t i = 1; joined && i < used; ++i) store(square, load(square) + load(square + i * WIDTH));
+      for (int64_t i = 1; joined && i < used; ++i)
+        for (int64_t j = 0; j < SUM_LANES; j += WIDTH)
+          store(square + j, load(square + j) + load(square + i * SUM_LANES + j));
       for (int64_t i = 0; i < (joined ? 1 : used); ++i) {
         float* to = dbias + (joined ? 0 : block.lanes.query[lane + i] * columns);
-        const float* from = square + i * WIDTH;
-        if (dense && some == WIDTH) {
+        const float* from = square + i * SUM_LANES;
+        if (dense && some == SUM_LANES) {
           to += keys.first + key + row;
-          store(to, load(to) + load(from));
+          for (int64_t j = 0; j < SUM_LANES; j += WIDTH) store(to + j, load(to + j) + load(from + j));
         } else if (columns > 1) {
           for (int64_t j = 0; j < some; ++j) to[row_of_key(keys, key + row + j)] += from[j];
         } else {

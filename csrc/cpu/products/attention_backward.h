@@ -7,9 +7,9 @@
 namespace transformer_kernels::TK_LEVEL {
 namespace {
 
-constexpr int REGISTERS = 4;
+constexpr int64_t SIZE = 64;             // queries of a tile
+constexpr int REGISTERS = SIZE / WIDTH;
 using Queries = Block<REGISTERS>;
-constexpr int64_t SIZE = Queries::SIZE;  // queries of a tile
 constexpr int64_t CHUNK = 64;            // keys of a tile
 constexpr int64_t SLACK = 16;            // rows between buffers, which pages apart would share few sets of a cache
 constexpr int64_t SMALL_BLOCK = 16;      // queries
@@ -137,7 +137,7 @@ struct Wide {
   // Weights and gradients of scores that no lane sees, up to whole groups or registers of rows, become 0.
   void complete(int64_t rows, Tile& tile) const {
     for (int n = 0; n < REGISTERS; ++n)
-      for (int64_t row = 0; row < aligned(rows, larger(ROWS, WIDTH)); ++row)
+      for (int64_t row = 0; row < aligned(rows, SUM_LANES); ++row)
         if (row < tile.low[n] || row >= tile.high[n])
           store(tile.weights + row * SIZE + n * WIDTH, splat(0.f)),
               store(tile.gradients + row * SIZE + n * WIDTH, splat(0.f));

@@ -119,13 +119,14 @@ template <int M, class T> struct DecodeQueries {
     for (int64_t i = count / R * R; i < count; ++i) score<1>(i, 0);
     for (int m = 0; m < M; ++m) {
       float* own = scores + m * SPLIT_KEYS;
-      Floats top[4] = {splat(-INFINITY), splat(-INFINITY), splat(-INFINITY), splat(-INFINITY)}, total[4] = {};
+      Floats top[4] = {splat(-INFINITY), splat(-INFINITY), splat(-INFINITY), splat(-INFINITY)};
+      Floats total[SUMS] = {};
       over_columns(count, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
         top[u] = maximum(load(own + j, lanes, -INFINITY), top[u]);
       });
       largest_products[m] = largest(top);
       const float base = largest_products[m] == -INFINITY ? 0.f : largest_products[m];
-      over_columns(count, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
+      over_sums(count, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
         const Floats weight = exp2((load(own + j, lanes, -INFINITY) - base) * factor);
         store(own + j, weight, lanes);
         total[u] += weight;

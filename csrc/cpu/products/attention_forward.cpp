@@ -1,4 +1,5 @@
 // out and lse of attention: one pass over blocks of keys with a running maximum and sum (Dao 2023, algorithm 1).
+#include "../reproducible.h"
 #include "attention.h"
 #include "attention_decode.h"
 #include "pairs.h"
@@ -94,9 +95,10 @@ template <int LANE_REGISTERS> struct Wide {
   }
 
   int64_t at_row(int64_t key) const { return streamed ? 0 : key; }
-  // Where the chunks of keys [low, high) begin, and how many keys the one at `key` has.
+  // Where the chunks of keys [low, high) begin, and how many keys the one at `key` has: they end at multiples of CHUNK,
+  // so that sums do not depend on the other queries of the block.
   static int64_t first_key(int64_t low) { return low / ROW_GROUP * ROW_GROUP; }
-  static int64_t rows_at(int64_t key, int64_t high) { return smaller(CHUNK, high - key); }
+  static int64_t rows_at(int64_t key, int64_t high) { return smaller(CHUNK - key % CHUNK, high - key); }
 
   // Packs keys [from, to), and clears non-finite values where `nonfinite` is given to mark them.
   bool load_keys(const AttentionCall& call, int64_t batch, const Keys& some, int64_t kv_head, int64_t from, int64_t to,
@@ -596,7 +598,9 @@ void attention_forward(const AttentionCall& arguments) {
   if (call.cu_seqlens) clear_filler(call);
   if (!span_count(call)) return;
   const int64_t rows = call.heads / call.kv_heads * call.queries;
-  if (!call.cu_seqlens && rows <= 2 * WIDTH && (call.keys > SPLIT_KEYS || is_decode(call, options)))
+  // In reproducible mode a query has the bits that it has among many, and pieces depend on WIDTH.
+  const bool splits = !is_reproducible() && !call.cu_seqlens;
+  if (splits && rows <= 2 * WIDTH && (call.keys > SPLIT_KEYS || is_decode(call, options)))
     return rows <= WIDTH ? split_forward<1>(call, options) : split_forward<2>(call, options);
 #if defined(__AVX512BF16__)
   if (call.dtype == BFLOAT16 && rows > WIDTH) return forward<Pairs<2>>(call, options);

@@ -1,4 +1,4 @@
-// What the products need of vectors beside simd.h: transposes, powers of two, a logarithm,
+// What the products need of vectors beside simd.h: transposes, powers of two,
 // philox with a query in each lane.
 #pragma once
 #include "../philox.h"
@@ -39,27 +39,6 @@ TK_INLINE Floats exp2(Floats x) {
 #else
   return small ? splat(0.f) : scaled_by_power(p, whole, __builtin_convertvector(whole, Ints));
 #endif
-}
-
-// The natural logarithm of a positive normal number, NaN of NaN, inf of inf: Cephes' logf,
-// whose polynomial is of degree 8.
-TK_INLINE Floats logarithm(Floats x) {
-  constexpr uint32_t HALF_ROOT = 0x3F3504F3u;  // sqrt(1/2), where the mantissa's range begins
-  const Words shifted = (Words)x - HALF_ROOT;
-  const Floats exponent = __builtin_convertvector((Ints)shifted >> 23, Floats);
-  const Floats m = (Floats)((shifted & 0x7FFFFFu) + HALF_ROOT) - 1.f, square = m * m;
-  Floats p = splat(7.0376836292e-2f);
-  p = fma(p, m, splat(-1.1514610310e-1f));
-  p = fma(p, m, splat(1.1676998740e-1f));
-  p = fma(p, m, splat(-1.2420140846e-1f));
-  p = fma(p, m, splat(1.4249322787e-1f));
-  p = fma(p, m, splat(-1.6668057665e-1f));
-  p = fma(p, m, splat(2.0000714765e-1f));
-  p = fma(p, m, splat(-2.4999993993e-1f));
-  p = fma(p, m, splat(3.3333331174e-1f));
-  const Floats tail = fma(exponent, splat(-2.12194440e-4f), p * m * square) - 0.5f * square;
-  const Floats result = fma(exponent, splat(0.693359375f), m + tail);
-  return x < INFINITY ? result : x;
 }
 
 // One bit for each lane of a comparison's result.

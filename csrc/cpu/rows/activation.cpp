@@ -28,7 +28,7 @@ struct Gelu {  // x Phi(x)
 struct Silu {  // x s(x), s(x) = 1 / (1 + exp(-x))
   static TK_INLINE Floats value(Floats x) { return x / (exponential(-x) + 1.f); }
   static TK_INLINE ValueAndSlope both(Floats x) {
-    const Floats e = exponential(-magnitude(x)), larger = reciprocal(e + 1.f), smaller = e * larger;
+    const Floats e = exponential(-magnitude(x)), larger = 1.f / (e + 1.f), smaller = e * larger;
     const Floats y = x * (x < 0.f ? smaller : larger);
     return {y, fma(y, x < 0.f ? larger : smaller, x < 0.f ? smaller : larger)};
   }

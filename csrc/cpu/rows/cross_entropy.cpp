@@ -36,7 +36,7 @@ template <class T, class F>
 TK_INLINE void row_gradient(float logit, int64_t target, float top, float inverse, float factor, float smoothing,
                             int64_t classes, T* out, const F& exponentials) {
   const float share = factor * inverse, even = -factor * smoothing / static_cast<float>(classes);
-  const float p = __builtin_expf(logit - top) * inverse;
+  const float p = exponential(splat(logit - top))[0] * inverse;
   const float hit = factor * (p - smoothing / static_cast<float>(classes) - (1.f - smoothing));
   over_columns(classes, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
     store(out + j, fma(exponentials(j, lanes, u), splat(share), splat(even)), lanes);
@@ -114,7 +114,7 @@ TK_INLINE float loss_with_options(const Terms& row, int64_t target, const Softma
 template <class T>
 TK_INLINE void gradient_with_options(const Terms& row, int64_t target, float top, float inverse, float factor,
                                      const Options& options, int64_t classes, T* out) {
-  const float lse = top - __builtin_logf(inverse), even = -factor * row.even,
+  const float lse = top - logarithm(splat(inverse))[0], even = -factor * row.even,
               bend = options.cap == 0.f ? 0.f : 1.f / options.cap;
   const float share = factor * (row.share + 2.f * options.z_loss * lse) * inverse;
   over_columns(classes, [&](int64_t j, auto lanes, int) TK_LAMBDA {
@@ -123,12 +123,11 @@ TK_INLINE void gradient_with_options(const Terms& row, int64_t target, float top
     store(out + j, gradient * (1.f - bent * bent), lanes);
   });
   const float score = row.scores[target], bent = score * bend;
-  const float hit = __builtin_expf(score - top) * share + even * options.weight(target) - factor * row.own;
+  const float hit = exponential(splat(score - top))[0] * share + even * options.weight(target) - factor * row.own;
   store(out + target, splat(hit * (1.f - bent * bent)), Part{1});
 }
 
-// A logarithm is a call, before which every vector register is given up:
-// so many rows that stay in a cache make theirs together.
+// So many rows that stay in a cache make their logarithms together, in the lanes of a vector.
 constexpr int64_t BATCH = 16, NARROW = 1024;
 
 template <class T> TK_INLINE void scale(T* x, int64_t count, float factor) {
@@ -165,14 +164,16 @@ void cross_entropy_forward(const CrossEntropyForward& call) {
     const auto over_rows = [&](int64_t begin, int64_t end, int64_t batch, const auto& one, const auto& finish)
                                TK_LAMBDA {
       Softmax softmax[BATCH];
-      float log_totals[BATCH];
+      alignas(64) float log_totals[BATCH];
+      for (float& total : log_totals) total = 1.f;
       for (int64_t first = begin; first < end; first += batch) {
         const int64_t size = first + batch < end ? batch : end - first;
         for (int64_t k = 0; k < size; ++k) {
           const int64_t i = first + k, target = classes_of[i];
           softmax[k] = target == ignored ? Softmax{0.f, 1.f} : one(k, logits + i * stride, target, dlogits + i * pitch);
+          log_totals[k] = softmax[k].total;
         }
-        for (int64_t k = 0; k < size; ++k) log_totals[k] = __builtin_logf(softmax[k].total);
+        for (int64_t k = 0; k < size; k += WIDTH) store(log_totals + k, logarithm(load(log_totals + k)));
         for (int64_t k = 0; k < size; ++k) {
           const int64_t i = first + k, target = classes_of[i];
           T* out = dlogits + i * pitch;

@@ -10,9 +10,9 @@ namespace {
 template <bool CENTRED, class T>
 TK_INLINE float add_row(const T* x, const T* residual, const Dropout& dropout, int64_t row, int64_t columns,
                         T* summed) {
-  Floats total[4] = {};
-  over_dropped_columns(dropout, static_cast<uint32_t>(row), columns,
-                       [&](int64_t j, auto lanes, int u, auto drop) TK_LAMBDA {
+  Floats total[SUMS] = {};
+  over_dropped_columns<true>(dropout, static_cast<uint32_t>(row), columns,
+                             [&](int64_t j, auto lanes, int u, auto drop) TK_LAMBDA {
     const Floats each = as_stored<T>(drop(load(x + j, lanes)) + load(residual + j, lanes));
     fetch_ahead_to_write(summed + j, u);
     store(summed + j, each, lanes);
@@ -40,18 +40,18 @@ template <class T> struct Gradients {
   bool past_caches;
 };
 
-// Longer rows are taken one by one: several of x and dy would leave the second-level cache
-// between the two passes over them.
+// Longer rows are taken one by one, in four sums: several of x and dy would leave the second-level cache between the two
+// passes over them. Of others one sum is made, by itself or beside its neighbours.
 constexpr int64_t NEAR_COLUMNS = 32768;
 
 // Of R rows from row i on, which are added to dweight and dbias.
-template <bool CENTRED, int R, class T>
+template <bool CENTRED, int R, int VECTORS, class T>
 TK_INLINE void gradients_of(const Gradients<T>& all, int64_t i, float* dweight, float* dbias) {
   const int64_t columns = all.columns;
   Moments m[R];
   Projections means[R];
   for (int r = 0; r < R; ++r) m[r] = {CENTRED ? all.mean[i + r] : 0.f, all.rstd[i + r]};
-  project<CENTRED, R>(all.summed + i * columns, all.dy + i * columns, m, all.weight, columns, dweight, dbias, means);
+  project<CENTRED, R, VECTORS>(all.summed + i * columns, all.dy + i * columns, m, all.weight, columns, dweight, dbias, means);
   for (int r = 0; r < R; ++r) {
     const int64_t first = (i + r) * columns;
     over_dropped_columns(all.dropout, static_cast<uint32_t>(i + r), columns,
@@ -111,7 +111,6 @@ void norm_backward(const NormBackward& call) {
   by_norm(call.dtype, call.mean, [&](auto type, auto centred) {
     using T = typename decltype(type)::type;
     constexpr bool CENTRED = decltype(centred)::value;
-    constexpr int R = WIDTH == 16 ? 4 : 2;  // whose sums stay in registers
     const int64_t width = CENTRED ? 2 * columns : columns;
     T *dropped = result_at<T>(call.dx, rows * columns), *result = result_at<T>(call.dresidual, rows * columns);
     const Gradients<T> all{at<const T>(call.dy),
@@ -127,9 +126,13 @@ void norm_backward(const NormBackward& call) {
                            goes_past_caches(rows, columns, result, dropped)};
     const float* sums =
         sums_over_rows(rows, width, (call.seed ? 10 : 5) * columns, [&](float* own, int64_t begin, int64_t end) {
+      float* bias = own + columns;
       int64_t i = begin;
-      for (; columns <= NEAR_COLUMNS && i + R <= end; i += R) gradients_of<CENTRED, R>(all, i, own, own + columns);
-      for (; i < end; ++i) gradients_of<CENTRED, 1>(all, i, own, own + columns);
+      for (; columns > NEAR_COLUMNS && i < end; ++i) gradients_of<CENTRED, 1, 4>(all, i, own, bias);
+      if constexpr (WIDTH == 16)  // the sums of four rows stay in registers
+        for (; i + 4 <= end; i += 4) gradients_of<CENTRED, 4, 1>(all, i, own, bias);
+      for (; i + 2 <= end; i += 2) gradients_of<CENTRED, 2, 1>(all, i, own, bias);
+      if (i < end) gradients_of<CENTRED, 1, 1>(all, i, own, bias);
       finish_results(all.past_caches);
     });
     add_parts(sums, parts_of(rows), width, columns, at<float>(call.dweight));

@@ -29,12 +29,13 @@ TK_INLINE Floats scores(const T* x, const uint8_t* mask, int64_t step, float sca
 template <bool SIMPLE, class T>
 TK_INLINE void softmax_row(const T* x, const uint8_t* mask, int64_t step, bool safe, float scale, int64_t columns,
                            int64_t seen, T* y, float* kept) {
-  Floats top[4] = {splat(-INFINITY), splat(-INFINITY), splat(-INFINITY), splat(-INFINITY)}, total[4] = {};
+  Floats top[4] = {splat(-INFINITY), splat(-INFINITY), splat(-INFINITY), splat(-INFINITY)};
+  Floats total[SUMS] = {};
   over_columns(seen, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
     top[u] = maximum(scores<SIMPLE>(x, mask, step, scale, j, lanes), top[u]);
   });
   const float limit = largest(top), base = safe && limit == -INFINITY ? 0.f : limit;
-  over_columns(seen, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
+  over_sums(seen, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
     fetch_below(x + j, columns, u), fetch_ahead_to_write(kept + j, u);
     const Floats e = exponential(scores<SIMPLE>(x, mask, step, scale, j, lanes) - base);
     store(kept + j, e, lanes);
@@ -47,8 +48,8 @@ TK_INLINE void softmax_row(const T* x, const uint8_t* mask, int64_t step, bool s
 }
 
 template <class T> void softmax_backward_row(const T* dy, const T* y, float scale, int64_t columns, T* dx) {
-  Floats total[4] = {};
-  over_columns(columns, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
+  Floats total[SUMS] = {};
+  over_sums(columns, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
     total[u] = fma(load(dy + j, lanes), load(y + j, lanes), total[u]);
   });
   const float dot = sum(total);
