@@ -36,16 +36,29 @@ class Mutant(NamedTuple):
 
 
 AUTOGRAD = "tests/test_autograd.py"
+DERIVATIVES = "tests/ops/test_derivatives.py"
 EVERY = "tests/ops/test_every_operation.py"
 
 MUTANTS = [
     # The routes
-    Mutant(f"{OPS}/_operation.py", "if plan.second_order is None:", "if False:", f"{AUTOGRAD} -k double_backward"),
+    Mutant(f"{OPS}/_operation.py", "if is_differentiated_again():", "if False:", f"{DERIVATIVES} -k gradgradcheck"),
     Mutant(
-        f"{OPS}/_operation.py",
-        "grad.to(outputs.dtype), create_graph=True",
-        "grad.to(outputs.dtype), create_graph=False",
-        f"{AUTOGRAD} -k second_derivatives",
+        f"{OPS}/_derivatives.py",
+        '"create_graph": create_graph',
+        '"create_graph": False',
+        f"{DERIVATIVES} -k gradgradcheck",
+    ),
+    Mutant(
+        f"{OPS}/_derivatives.py",
+        "given = [x if x is None else x.view_as(x) for x in inputs]",
+        "given = list(inputs)",
+        f"{DERIVATIVES} -k given_twice",
+    ),
+    Mutant(
+        f"{OPS}/_derivatives.py",
+        "if recorded and not functorch_is_active()",
+        "if False and not functorch_is_active()",
+        f"{DERIVATIVES} -k memory",
     ),
     Mutant(
         f"{OPS}/_operation.py",
@@ -71,7 +84,12 @@ MUTANTS = [
         "ctx.made_ahead = True",
         "tests/ops/test_cross_entropy.py -k 'second_backward and cpu'",
     ),
-    Mutant(f"{OPS}/_operation.py", "if functorch_is_active():", "if False:", f"{AUTOGRAD} -k vmap"),
+    Mutant(
+        f"{OPS}/_operation.py",
+        "if layout is None and is_transformed(self.flat(call)):",
+        "if False:",
+        f"{DERIVATIVES} -k 'test_transforms and gelu'",
+    ),
     Mutant(
         f"{PACKAGE}/backends/dispatch.py",
         'return kernels_of(operation, "torch" if call.is_empty() else name)',

@@ -1,4 +1,4 @@
-"""The routes of a call: raw, autograd.Function, registered operator; and unsupported transforms."""
+"""The routes of a call: raw, autograd.Function, registered operator."""
 
 from __future__ import annotations
 
@@ -9,32 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import transformer_kernels as tk
-from tests.support import oracle
 from tests.support.operations import EXAMPLES, prepared
 from tests.support.operations import function as public
-from tests.support.random_calls import DRAWN, Draw
 from transformer_kernels.backends import cpu, dispatch
 from transformer_kernels.ops import _dropout
-
-SECOND_ORDER = [
-    "softmax",
-    "layer_norm",
-    "gelu",
-    "bias_gelu",
-    "bias_relu",
-    "cross_entropy",
-    "linear",
-    "rms_norm",
-    "swiglu",
-    "geglu",
-]
-"""The operations that support second derivatives."""
 
 
 def leaf(*shape, dtype=torch.float32):
@@ -65,55 +48,6 @@ def fresh_compiler():
 
 
 OPERATIONS = pytest.mark.parametrize("op", list(EXAMPLES))
-REFUSING = pytest.mark.parametrize("op", [op for op in EXAMPLES if op not in (*SECOND_ORDER, "linear_cross_entropy")])
-
-
-def gradients(op):
-    """The inputs, and the gradients of a scalar, computed with create_graph."""
-    function, inputs = call_of(op)
-    return inputs, torch.autograd.grad(total(function(*inputs)), inputs, create_graph=True)
-
-
-@REFUSING
-@pytest.mark.parametrize("way", ["backward", "backward to inputs", "grad", "grad of each gradient"])
-def test_double_backward_is_an_error_in_every_way_to_ask(op, way):
-    inputs, grads = gradients(op)
-    message = rf"{op}: double backward is not supported; use python_ref.ops.{op}"
-    for i, x in enumerate(inputs):
-        with pytest.raises(RuntimeError, match=message):
-            if way == "backward":
-                grads[i].sum().backward(retain_graph=True)
-            elif way == "backward to inputs":
-                grads[i].square().sum().backward(inputs=[x], retain_graph=True)
-            elif way == "grad":
-                torch.autograd.grad(total(grads), [x], retain_graph=True, allow_unused=True)
-            else:
-                torch.autograd.grad(grads[i].sum(), inputs, retain_graph=True, allow_unused=True)
-
-
-@pytest.mark.parametrize("op", SECOND_ORDER)
-def test_second_derivatives_are_right(op):
-    """gradgradcheck in float64; the example of bias_relu avoids its kink."""
-    function, inputs = call_of(op, 3, 5, torch.float64)
-    assert torch.autograd.gradgradcheck(function, tuple(inputs))
-    first = (torch.autograd.grad(total(function(*inputs)), inputs, create_graph=graph) for graph in (False, True))
-    torch.testing.assert_close(*first)
-
-
-@OPERATIONS
-def test_vmap_is_refused(op):
-    function, inputs = call_of(op)
-    inputs = [tensor.detach() for tensor in inputs]
-    with pytest.raises(RuntimeError, match=rf"{op}: vmap and the transforms of torch.func are not supported"):
-        torch.func.vmap(lambda x: function(x, *inputs[1:]))(torch.stack([inputs[0], inputs[0]]))
-
-
-@OPERATIONS
-def test_forward_mode_is_refused(op):
-    function, inputs = call_of(op)
-    inputs = [tensor.detach() for tensor in inputs]
-    with forward_ad.dual_level(), pytest.raises(RuntimeError, match=f"{op}: forward-mode AD is not supported"):
-        function(forward_ad.make_dual(inputs[0], torch.ones_like(inputs[0])), *inputs[1:])
 
 
 @OPERATIONS
@@ -392,35 +326,3 @@ def test_negated_views_are_refused():
         tk.gelu(torch.randn(4, 16)[:, ::2])  # a call of the same layout
         with pytest.raises(TypeError, match=r"gelu: x must not be a negated view; pass x.resolve_neg\(\)"):
             tk.gelu(negated)
-
-
-@pytest.mark.parametrize(("backend", "dtype"), [("torch", torch.float64), ("cpu", torch.float32)])
-@pytest.mark.parametrize("op", [op for op in SECOND_ORDER if op != "bias_relu"])
-def test_second_derivatives_with_options(op, backend, dtype):
-    """Those of the oracle in float64, for random calls without NaN or dropout; piecewise linear ones are above."""
-    if (reason := dispatch.unavailable(backend, torch.device("cpu"))) is not None:
-        pytest.skip(reason)
-    tolerance = {"rtol": 1e-7, "atol": 1e-9} if dtype is torch.float64 else {"rtol": 1e-3, "atol": 1e-3}
-    for number in range(64):
-        draw = Draw(f"{op}:{number}")
-        draw.dtype, draw.poison = dtype, lambda *_: None
-        tensors, options = DRAWN[op](draw)
-        if options.get("activation") == "relu":
-            continue
-        if backend == "cpu" and op == "cross_entropy" and tensors["targets"].is_floating_point():
-            continue  # unsupported
-        tensors = {name: x for name, x in tensors.items() if x is not None}
-        wanted = [name for name, x in tensors.items() if x.requires_grad or name in ("x", "gate", "logits")]
-        second = []
-        for function, to in ((partial(getattr(tk, op), backend=backend), dtype), (getattr(oracle, op), torch.float64)):
-            given = {name: x.detach().to(to) if x.is_floating_point() else x for name, x in tensors.items()}
-            leaves = [given[name].requires_grad_() for name in wanted]
-            grads = torch.autograd.grad(function(**given, **options).sin().sum(), leaves, create_graph=True)
-            needed = sum(grad.square().sum() for grad in grads if grad.requires_grad)
-            again = torch.autograd.grad(needed, leaves, allow_unused=True)
-            second.append(
-                [torch.zeros_like(x) if each is None else each for x, each in zip(leaves, again, strict=True)]
-            )
-        for got, want in zip(*second, strict=True):
-            size = want.abs().amax().clamp_min(1.0)
-            torch.testing.assert_close(got.double() / size, want / size, **tolerance, msg=f"{number}: {options}")

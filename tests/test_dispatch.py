@@ -99,6 +99,10 @@ def test_explain_tells_who_and_why(monkeypatch):
     assert explanation.reasons["cuda"] == "no such device" and "float64" in explanation.reasons["triton"]
     assert tk.explain(tk.layer_norm, x, x[0], backend="cuda").chosen is None
     assert "selected none" in str(tk.explain("layer_norm", x, x[0], backend="cuda"))
+    assert "torch.func are by PyTorch's operators; cuda has neither" in str(
+        tk.explain("layer_norm", x, x[0], backend="cuda")
+    )
+    assert str(explanation).endswith("forward-mode AD and torch.func are by PyTorch's operators")
 
 
 def test_explain_checks_its_arguments():

@@ -296,8 +296,8 @@ def test_masks_that_are_not_plain_memory_are_left_to_the_validation():
     for other in (mask.to_sparse(), torch.nested.nested_tensor([mask]), torch._neg_view(mask)):
         with pytest.raises(TypeError, match="attention: attn_bias must"):
             tk.attention(q, q, q, attn_bias=other)
-    with pytest.raises(RuntimeError, match="attention: vmap"):
-        torch.func.vmap(lambda bias: tk.attention(q, q, q, attn_bias=bias))(mask.expand(2, 70, 70))
+    batched = torch.func.vmap(lambda bias: tk.attention(q, q, q, attn_bias=bias))(mask.expand(2, 70, 70))
+    torch.testing.assert_close(batched, tk.attention(q, q, q, attn_bias=mask).expand_as(batched))
 
 
 def test_compiled_calls_keep_the_mask():

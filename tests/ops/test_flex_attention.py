@@ -548,20 +548,47 @@ def test_errors_of_the_functions_are_their_own():
 
 
 def test_double_backward():
-    """Refused by the kernels; correct in blocks, which are PyTorch's."""
-    tensors = operands()
-    (grad,) = torch.autograd.grad(tk.flex_attention(**tensors).sum(), tensors["query"], create_graph=True)
-    with pytest.raises(RuntimeError, match="double backward is not supported"):
-        grad.sum().backward()
     small = [seeded(1, 1, 5, 3, seed=i).double().requires_grad_() for i in range(3)]
-    assert torch.autograd.gradgradcheck(lambda *x: tk.flex_attention(*x, lambda s, b, h, i, j: s.sigmoid() * 3), small)
+    for score_mod in (None, lambda s, b, h, i, j: s - (i - j).abs(), lambda s, b, h, i, j: s.sigmoid() * 3):
+        assert torch.autograd.gradgradcheck(lambda *x, mod=score_mod: tk.flex_attention(*x, mod), small)
 
 
-def test_transforms_and_compilation_are_refused():
+@pytest.mark.parametrize("mod", ["none", "bias", "of scores"])
+def test_transforms(mod):
     tensors = [x.detach() for x in operands().values()]
-    for score_mod in (MODS["of scores"].made(seeded(H)), None):
-        with pytest.raises(RuntimeError, match="attention: vmap and the transforms"):
-            torch.vmap(lambda *x, mod=score_mod: tk.flex_attention(*x, mod))(*(x.unsqueeze(0) for x in tensors))
+    made = {
+        "none": None,
+        "bias": lambda s, b, h, i, j: s - (i - j).abs(),
+        "of scores": MODS["of scores"].made(seeded(H)),
+    }
+    function = lambda *x: tk.flex_attention(*x, made[mod])  # noqa: E731
+    batched = torch.vmap(function)(*(torch.stack([x, 2 * x]) for x in tensors))
+    torch.testing.assert_close(batched[1], function(*(2 * x for x in tensors)), rtol=1e-4, atol=1e-5)
+    primal, tangent = torch.func.jvp(function, tuple(tensors), tuple(tensors))
+    torch.testing.assert_close(primal, function(*tensors), rtol=1e-4, atol=1e-5)
+    moved = [function(*(x.double() * scale for x in tensors)) for scale in (1.001, 0.999)]
+    torch.testing.assert_close(tangent.double(), (moved[0] - moved[1]) / 0.002, rtol=1e-3, atol=1e-3)
+
+
+def test_transforms_of_captured_tensors():
+    """None of them is remembered."""
+    q, slopes = seeded(1, H, 70, D), seeded(H)
+
+    def loss(slopes):
+        return tk.flex_attention(q, q, q, lambda s, b, h, i, j: s + slopes[h] * (j - i)).sin().sum()
+
+    leaf = slopes.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(loss(leaf), leaf)
+    for _ in range(2):
+        torch.testing.assert_close(torch.func.grad(loss)(slopes), expected, rtol=1e-4, atol=1e-4)
+        batched = torch.vmap(torch.func.grad(loss))(torch.stack([2 * slopes, slopes]))
+        torch.testing.assert_close(batched[1], expected, rtol=1e-4, atol=1e-4)
+        along = torch.func.jvp(loss, (slopes,), (slopes.cos(),))[1]
+        torch.testing.assert_close(along, (expected * slopes.cos()).sum(), rtol=1e-4, atol=1e-4)
+
+
+def test_compilation_is_refused():
+    tensors = [x.detach() for x in operands().values()]
     with pytest.raises(Exception, match=r"flex_attention: torch.compile is not supported"):
         torch.compile(lambda *x: tk.flex_attention(*x), fullgraph=True, backend="eager")(*tensors)
 

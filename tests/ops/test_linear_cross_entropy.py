@@ -175,20 +175,11 @@ def test_retain_graph_and_a_second_backward(backend, device):
         torch.testing.assert_close(2.0 * one, two)
 
 
-def test_double_backward_in_chunks_is_an_error(device, monkeypatch, unplanned):
-    monkeypatch.setattr(_calls, "rows_at_once", lambda *_: 16)
-    tensors = make(torch.float32, device, 37, 30)
-    loss = tk.linear_cross_entropy(**tensors, backend="torch").square()
-    grads = torch.autograd.grad(loss, [tensors["x"], tensors["weight"]], create_graph=True)
-    for grad in grads:
-        with pytest.raises(RuntimeError, match=r"^linear_cross_entropy: double backward is not supported"):
-            torch.autograd.grad(grad.sum(), tensors["weight"], retain_graph=True)
-
-
-def test_double_backward_at_once_is_right(device):
+@pytest.mark.usefixtures("rows_at_once")
+def test_double_backward_is_right(device, unplanned):
     results = []
     for dtype in (torch.float32, torch.float64):
-        tensors = make(torch.float32, device, 7, 30)
+        tensors = make(torch.float32, device, 37, 30)
         leaves = {
             name: x.detach().to(dtype).requires_grad_() if x.is_floating_point() else x for name, x in tensors.items()
         }

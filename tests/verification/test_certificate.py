@@ -206,7 +206,7 @@ class Faulty(Kernels):
 
     def __init__(self, kernels, direction, spoil):
         self.inner, self.direction, self.spoil = kernels, direction, spoil
-        self.second_order, self.composed = kernels.second_order, kernels.composed
+        self.composed = kernels.composed
         if kernels.forward_with_gradient is not None:
             self.forward_with_gradient, self.scale_gradient = self._ahead, kernels.scale_gradient
             self.below = None if kernels.below is None else self._below

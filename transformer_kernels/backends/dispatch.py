@@ -173,6 +173,11 @@ def unavailable(backend: str, device: torch.device) -> str | None:
     return REGISTERED[backend].unavailable(device)
 
 
+def has_transforms(backend: str) -> bool:
+    """Whether a named backend leaves vmap, the other transforms of torch.func and forward-mode AD to PyTorch."""
+    return "cpu" in REGISTERED[backend].rank
+
+
 def _refusal(operation: Operation, backend: str, call: Any) -> str | None:
     """Why an available backend does not take this call; None if it does."""
     if backend != "torch" and call[0].dtype is torch.float64:
@@ -223,6 +228,7 @@ class Explanation:
     """What `explain` found: the operation, the requested backend, the selected one, and why the others are not.
 
     `crossover` says which calls of the operation `patch` and `accelerate` leave to PyTorch; None: they leave none.
+    `derivatives` says how those are computed that no kernel has.
     """
 
     operation: str
@@ -230,11 +236,12 @@ class Explanation:
     chosen: str | None
     reasons: dict[str, str]
     crossover: str | None = None
+    derivatives: str = ""
 
     def __str__(self) -> str:
         lines = [f"{self.operation}: requested {self.requested}, selected {self.chosen or 'none'}"]
         lines += [f"  {name}: {reason}" for name, reason in self.reasons.items()]
-        return "\n".join(lines + ([] if self.crossover is None else [f"  {self.crossover}"]))
+        return "\n".join(lines + [f"  {line}" for line in (self.crossover, self.derivatives) if line])
 
 
 def explain(operation: str | Callable[..., Any], *args: Any, backend: str | None = None, **kwargs: Any) -> Explanation:
@@ -273,4 +280,7 @@ def explain(operation: str | Callable[..., Any], *args: Any, backend: str | None
     shown = {
         candidate: reason or ("selected" if candidate == chosen else supported) for candidate, reason in reasons.items()
     }
-    return Explanation(op, name, chosen, shown, OPERATIONS[op].crossover(call) if name == "auto" else None)
+    transforms = "" if name == "auto" or has_transforms(name) else f"; {name} has neither of the last two"
+    derivatives = f"double backward, forward-mode AD and torch.func are by PyTorch's operators{transforms}"
+    crossover = OPERATIONS[op].crossover(call) if name == "auto" else None
+    return Explanation(op, name, chosen, shown, crossover, derivatives)

@@ -9,11 +9,11 @@ lives. The bits are the same.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from transformer_kernels.backends import address, cpu
@@ -90,6 +90,27 @@ def drop(
     return kept if scale == 1.0 else kept.mul_(scale)
 
 
+def dropped_rows(x: Tensor, seed: Tensor, p: float) -> Tensor:
+    """Dropout of the rows of x (..., N), by PyTorch's differentiable operators."""
+    *others, columns = x.shape
+    mask = dropped_in(seed, p, (0, 1, math.prod(others), columns, 0, 0))
+    return x.masked_fill(mask.view(x.shape), 0.0) * keep_scale(p)
+
+
+def dropped_in(seed: Tensor, p: float, region: Region) -> Tensor:
+    """Where dropout drops, bool (heads, rows, columns), drawn anew; vmap may batch the seed."""
+    if not torch._C._are_functorch_transforms_active():
+        return _draw(seed, p, region)
+    first_head, heads, rows, columns, first, first_column = region
+    skipped = first_column % 8
+    counts = -(-(skipped + columns) // 8), rows, heads
+    group, row, head = (torch.arange(count, device=seed.device) for count in counts)
+    counters = group + first_column // 8, row[:, None] + first, head[:, None, None] + first_head
+    words = _philox(_keys(seed & WORD, seed >> 32), *counters, _mixed_anew)
+    shifted = torch.broadcast_tensors(*(torch.as_tensor(word) >> shift & 0xFFFF for word in words for shift in (0, 16)))
+    return (torch.stack(shifted, dim=-1) < keep_threshold(p)).flatten(-2)[..., skipped : skipped + columns]
+
+
 def _dropped(seed: Tensor, p: float, region: Region) -> Tensor:
     """Where dropout drops, bool (heads, rows, columns)."""
     masks = _cached.setdefault(seed, {})
@@ -124,7 +145,10 @@ def _draw(seed: Tensor, p: float, region: Region) -> Tensor:
 
 def _key_schedule(seed: Tensor) -> list:
     """The key of each round: Python numbers on the CPU, tensors where reading the seed would stop the device."""
-    low, high = (int(seed) & WORD, int(seed) >> 32) if seed.device.type == "cpu" else (seed & WORD, seed >> 32)
+    return _keys(*((int(seed) & WORD, int(seed) >> 32) if seed.device.type == "cpu" else (seed & WORD, seed >> 32)))
+
+
+def _keys(low: Any, high: Any) -> list:
     return [((low + i * WEYL[0]) & WORD, (high + i * WEYL[1]) & WORD) for i in range(ROUNDS)]
 
 
@@ -134,16 +158,26 @@ def _philox_below(keys: list, c0: Tensor, c1: Tensor, c2: Tensor, threshold: int
     Early rounds depend on one or two of the three coordinates only and stay small by broadcasting. Words are masked to
     32 bits just before they are multiplied; the high bits that an xor carries along until then do no harm.
     """
+    halves = out.view(*out.shape[:-1], -1, 8)
+    for i, word in enumerate(_philox(keys, c0, c1, c2, _mixed)):
+        torch.lt(torch.as_tensor(word & 0xFFFF), threshold, out=halves[..., 2 * i])
+        torch.lt(torch.as_tensor(word >> 16 & 0xFFFF), threshold, out=halves[..., 2 * i + 1])
+
+
+def _philox(keys: list, c0: Tensor, c1: Tensor, c2: Tensor, mixed: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+    """The four words of the counters (c0, c1, c2, 0)."""
     c3: Tensor | int = 0
     for key0, key1 in keys:
         product0, product1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-        c0 = _mixed(product1 >> 32, c1, key0)
-        c2 = _mixed(product0 >> 32, c3, key1)
+        c0 = mixed(product1 >> 32, c1, key0)
+        c2 = mixed(product0 >> 32, c3, key1)
         c1, c3 = product1, product0
-    halves = out.view(*out.shape[:-1], -1, 8)
-    for i, word in enumerate((c0, c1, c2, c3)):
-        torch.lt(torch.as_tensor(word & 0xFFFF), threshold, out=halves[..., 2 * i])
-        torch.lt(torch.as_tensor(word >> 16 & 0xFFFF), threshold, out=halves[..., 2 * i + 1])
+    return c0, c1, c2, torch.as_tensor(c3)
+
+
+def _mixed_anew(high: Tensor, other: Tensor | int, key: Tensor | int) -> Tensor:
+    """(high ^ other ^ key) in 32 bits."""
+    return (high ^ other ^ key) & WORD
 
 
 def _mixed(high: Tensor, other: Tensor | int, key: Tensor | int) -> Tensor:
@@ -168,10 +202,15 @@ class _Dropout(torch.autograd.Function):
         return drop(x, seed, p, scale=keep_scale(p), residual=residual)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (seed,) = ctx.saved_tensors
-        dx = drop(dy.contiguous(), seed, ctx.p, scale=keep_scale(ctx.p)) if ctx.needs_input_grad[0] else None
+        dx = None
+        if ctx.needs_input_grad[0] and torch.is_grad_enabled():  # under create_graph
+            *heads, rows, columns = dy.shape
+            mask = _draw(seed, ctx.p, (0, math.prod(heads), rows, columns, 0, 0))
+            dx = dy.masked_fill(mask.view(dy.shape), 0.0) * keep_scale(ctx.p)
+        elif ctx.needs_input_grad[0]:
+            dx = drop(dy.contiguous(), seed, ctx.p, scale=keep_scale(ctx.p))
         return dx, dy if ctx.has_residual else None, None
 
 

@@ -28,15 +28,22 @@ class Call:
     check_when_run: ClassVar[Callable[[Any], None] | None] = None
     """(call) -> None: checks the values of a traced call, which has none before it runs."""
 
-    second_order: ClassVar[Callable[..., tuple[Tensor | None, ...]] | None] = None
-    """(call, result, grads, wanted) -> gradients, in differentiable PyTorch. None: double backward raises."""
-
     gradient_layout: ClassVar[Callable[[Tensor], Tensor]] = Tensor.contiguous
     """The layout in which kernels read the gradient of the first output."""
 
     def fake(self) -> Any:
         """The results as empty tensors (None for an absent one): what a tracer sees."""
         raise NotImplementedError
+
+    def in_pytorch(self, outputs: int) -> tuple[Tensor, ...]:
+        """The first public outputs by PyTorch's differentiable operators: what derivatives are defined by, but for the
+        first ones that kernels compute."""
+        raise NotImplementedError
+
+    def second_order(self, result: Any, grads: Grads, wanted: Wanted) -> tuple[Tensor | None, ...] | None:
+        """The gradients, differentiable, from a call without its `dropped` fields; None: those of `in_pytorch`, in
+        which the kept results stand for these fields."""
+        return None
 
     def is_empty(self) -> bool:
         """Whether there is nothing to launch; such calls run in PyTorch."""
@@ -48,10 +55,6 @@ class Call:
 
     def drops(self) -> bool:
         """Whether backward of this call does without the operation's `dropped` fields."""
-        return True
-
-    def is_twice_differentiable(self) -> bool:
-        """Whether `second_order` has the gradients of this call."""
         return True
 
     def described(self) -> tuple[str, ...]:
@@ -87,8 +90,6 @@ class Kernels:
     gradient in place; and, where it is that of an intermediate result, `below(call, gradient, wanted)` -> gradients."""
     scale_gradient: Any = None
     below: Any = None
-    second_order: Any = None
-    """As `Call.second_order`, which it replaces."""
     composed: Any = None
     """(call, backend, whether autograd records it) -> the output, computed by other operators, which autograd then
     sees, or None if `forward` is to compute it."""

@@ -16,11 +16,12 @@ from typing import Any, TypeVar, get_type_hints
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
-from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from transformer_kernels.backends import cpu, dispatch
+from transformer_kernels.backends.errors import UnsupportedByBackend
 from transformer_kernels.ops import _crossovers, _plan
+from transformer_kernels.ops._derivatives import are_batched, differentiated, is_differentiated_again, is_transformed
 from transformer_kernels.ops._kernels import Adapter, Call, Kernels, Wanted
 from transformer_kernels.ops._plan import any_autocast, dispatch_modes, functorch_is_active, is_jit_tracing, items
 
@@ -55,14 +56,9 @@ def is_traced(x: Tensor) -> bool:
     return is_compiling() or x.is_meta or dispatch_modes() > 0 or isinstance(x, FakeTensor) or is_jit_tracing()
 
 
-def refuse_transforms(op: str, *tensors: Tensor | None) -> None:
-    """Raise under vmap, functorch's grad and forward-mode AD, which these operations do not have."""
-    if functorch_is_active():
-        raise RuntimeError(f"{op}: vmap and the transforms of torch.func are not supported; use python_ref.ops.{op}")
-    if forward_ad._current_level >= 0 and any(
-        tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors
-    ):
-        raise RuntimeError(f"{op}: forward-mode AD is not supported; use python_ref.ops.{op}")
+def reads_values(x: Tensor) -> bool:
+    """Whether x has values that a call can be checked for: not while it is traced or batched by vmap."""
+    return not (is_traced(x) or functorch_is_active())
 
 
 class Operation:
@@ -192,10 +188,13 @@ class Operation:
         """The public outputs of a validated call, or the first ones, by the cheapest route that it allows."""
         public = self.public if public is None else public
         if is_compiling():  # Dynamo would guard every entry of `plans`
-            return self._traced(call, backend, public)
+            transformed = is_transformed(self.flat(call))
+            return (self._transformed if transformed else self._traced)(call, backend, public)
         layout = _plan.layout(backend, self.flat(call))
         plan = self.plans.get((public, Call, layout))
         if plan is None:
+            if layout is None and is_transformed(self.flat(call)):
+                return self._transformed(call, backend, public)
             if is_traced(call[0]):
                 return self._traced(call, backend, public)
             plan = self.planned(call, backend, public)
@@ -229,6 +228,35 @@ class Operation:
         if self.result is None:
             return results
         return results[0] if public == 1 else results[:public]
+
+    def _transformed(self, call: Any, backend: str | None, public: int) -> Any:
+        """By PyTorch's operators, which have the transforms of torch.func and forward-mode AD."""
+        name = "auto" if backend is None and is_compiling() else dispatch.requested(backend)
+        if name != "auto":
+            dispatch.select(self, name, call)
+            if not dispatch.has_transforms(name):
+                raise UnsupportedByBackend(
+                    f"{self.name}: backend {name!r} does not support vmap, the transforms of torch.func and "
+                    "forward-mode AD; use backend='auto', 'torch' or 'cpu', which compute them by PyTorch's operators"
+                )
+        outputs = call.in_pytorch(public)
+        return outputs[0] if public == 1 else outputs
+
+    def differentiated(self, call: Any, results: Any, grads: tuple[Any, ...], wanted: Wanted) -> tuple[Any, ...]:
+        """The gradients by PyTorch's operators, from what was kept: differentiable once more."""
+        grads = self.incoming(results, grads)
+        gradients = call.second_order(results, grads, wanted)
+        if gradients is not None:
+            return gradients  # type: ignore[no-any-return]
+        values = list(self.flat(self._with_shapes(call, results)))
+        count = max(i for i, grad in enumerate(grads) if grad is not None) + 1
+
+        def outputs(*inputs: Tensor | None) -> tuple[Tensor, ...]:
+            for i, x in zip(self.differentiable, inputs, strict=True):
+                values[i] = x
+            return self.nested(values).in_pytorch(count)  # type: ignore[no-any-return]
+
+        return differentiated(outputs, [values[i] for i in self.differentiable], grads, wanted)
 
     def kernels(self, call: Any, backend: str | None) -> Kernels:
         """The backend's kernels for a call of the registered operators."""
@@ -417,7 +445,10 @@ class Operation:
         return *self._placed(gradients, tuple(wanted)), None
 
     def _refuse_second_order(self, *_: Any) -> Any:
-        raise RuntimeError(f"{self.name}: double backward is not supported; use python_ref.ops.{self.name}")
+        raise RuntimeError(
+            f"{self.name}: double backward of a traced call (torch.compile, a dispatch mode, meta tensors) is not "
+            "supported; call it outside of them"
+        )
 
 
 class _Recorded(torch.autograd.Function):
@@ -437,53 +468,27 @@ class _Recorded(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         plan: _plan.Plan = ctx.plan
         operation, tensors = plan.operation, ctx.saved_tensors
-        if torch.is_grad_enabled():  # under create_graph
-            if plan.second_order is None:
-                return None, None, *_OnlyOnce.apply(plan, *grads, *tensors)
-            call, results = plan.kept(tensors)
-            gradients = plan.second_order(call, results, operation.incoming(results, grads), plan.wanted)
-        elif ctx.made_ahead:
-            ctx.made_ahead = False  # it is the caller's from here on, to write to: a second backward pass makes its own
-            gradients = (tensors[-1].data,)
-            plan.kernels.scale_gradient(*gradients, *grads)
-            if plan.below is not None:
-                gradients = plan.below(plan.kept(tensors)[0], *gradients, plan.wanted)
-        else:
-            call, results = plan.kept(tensors)
-            gradients = plan.kernels.backward(call, results, operation.incoming(results, grads), plan.wanted)
+        try:
+            if is_differentiated_again():
+                gradients = operation.differentiated(*plan.kept(tensors), grads, plan.wanted)
+            elif ctx.made_ahead:
+                ctx.made_ahead = False  # the caller's from here on, to write to: a second backward pass makes its own
+                gradients = (tensors[-1].data,)
+                plan.kernels.scale_gradient(*gradients, *grads)
+                if plan.below is not None:
+                    gradients = plan.below(plan.kept(tensors)[0], *gradients, plan.wanted)
+            else:
+                call, results = plan.kept(tensors)
+                gradients = plan.kernels.backward(call, results, operation.incoming(results, grads), plan.wanted)
+        except RuntimeError:
+            if not are_batched(grads):  # a question that takes longer than the attempt
+                raise
+            gradients = operation.differentiated(*plan.kept(tensors), grads, plan.wanted)
         return plan.returned((*gradients, None))
 
 
 _recorded = super(torch.autograd.Function, _Recorded).apply
-"""`_Recorded.apply` without its search for transforms, under which `prepare` raises: that takes a microsecond."""
-
-
-class _OnlyOnce(torch.autograd.Function):
-    """A backward pass that stands in the graph between its gradients and all that they depend on, and refuses there."""
-
-    @staticmethod
-    def forward(ctx: Any, plan: _plan.Plan, *given: Any) -> Any:
-        operation = ctx.operation = plan.operation
-        grads, tensors = given[: plan.public], given[plan.public :]
-        call, results = plan.kept(tensors)
-        gradients = plan.kernels.backward(call, results, operation.incoming(results, grads), plan.wanted)
-        return plan.returned((*gradients, None))[2:]
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor | None) -> Any:
-        ctx.operation._refuse_second_order()
-
-
-def differentiated(
-    outputs: Tensor, inputs: Iterable[Tensor | None], grad: Tensor, wanted: tuple[bool, ...]
-) -> tuple[Tensor | None, ...]:
-    """The gradients of `outputs`, computed in PyTorch from `inputs`, that are wanted: differentiable once more."""
-    inputs = list(inputs)
-    asked = [tensor for tensor, want in zip(inputs, wanted, strict=True) if want and tensor is not None]
-    found = iter(torch.autograd.grad(outputs, asked, grad.to(outputs.dtype), create_graph=True))
-    return tuple(
-        next(found) if want and tensor is not None else None for tensor, want in zip(inputs, wanted, strict=True)
-    )
+"""`_Recorded.apply` without its search for transforms, under which no plan is used: that takes a microsecond."""
 
 
 def _absent_as_empty(gradients: Iterable[Tensor | None], wanted: Wanted, like: Tensor) -> tuple[Tensor, ...]:

@@ -189,7 +189,6 @@ class Plan:
         kernels: those of the backend.
         forward: its variant for calls that return one output: `forward_recorded`, `forward_alone`, or all: `forward`.
         ahead, below, composed: its `forward_with_gradient`, `below` and `composed`, or None.
-        second_order: the kernels' or the call's function for gradients that are differentiated again.
         recorded: whether autograd records the call.
         public, outputs: the number of results that are returned, and the function that selects them.
         fits: whether arguments have this layout (`guard`).
@@ -208,8 +207,6 @@ class Plan:
         if public == 1:
             self.forward = kernels.forward_recorded if recorded else kernels.forward_alone
         self.ahead, self.below, self.composed = kernels.forward_with_gradient, kernels.below, kernels.composed
-        second_order = operation.call.second_order if call.is_twice_differentiable() else None
-        self.second_order = kernels.second_order or second_order
         self.fits: Callable[[str | None, Sequence[Any]], bool]
         self.operation, self.recorded, self.check = operation, recorded, operation.call.check_when_run
         self.public, self.outputs = public, operator.itemgetter(0 if public == 1 else slice(public))

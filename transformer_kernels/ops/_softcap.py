@@ -10,6 +10,11 @@ def cap(scores: Tensor, softcap: float | None) -> Tensor:
     return scores if not softcap else scores.div_(softcap).tanh_().mul_(softcap)
 
 
+def capped(scores: Tensor, softcap: float) -> Tensor:
+    """`cap` in a new tensor, differentiable."""
+    return softcap * (scores / softcap).tanh() if softcap else scores
+
+
 def cap_slope(scores: Tensor, softcap: float) -> Tensor:
     """The derivative of `cap` computed from its result: 1 - tanh^2."""
     return 1.0 - (scores / softcap).square_()

@@ -321,7 +321,7 @@ class Watched(Kernels):
     def __init__(self, certificate: Certificate, operation: Any, kernels: Any) -> None:
         self.certificate, self.operation, self.inner = certificate, operation, kernels
         self.backend = dispatch.backend_of(operation, kernels)
-        self.below, self.composed, self.second_order = kernels.below, kernels.composed, kernels.second_order
+        self.below, self.composed = kernels.below, kernels.composed
         if kernels.forward_with_gradient is not None:
             self.forward_with_gradient, self.scale_gradient = self._ahead, self._scale
             self.below = None if kernels.below is None else self._below

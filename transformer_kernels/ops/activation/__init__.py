@@ -51,19 +51,21 @@ class ActivationCall(NamedTuple):
         gelu = torch.nn.functional.gelu
         return Native(self.kind, self.x.numel(), lambda x, approximate: gelu(x, approximate=approximate))
 
-    def second_order(self, y: Tensor | None, grads: Grads, wanted: Wanted) -> tuple[Tensor | None, ...]:
-        """The gradients from x, or of ReLU from y."""
-        if y is not None:
-            assert self.bias is not None
-            return _second_order_of_relu(y, self.bias, grads[0])
-        with torch.enable_grad():
-            if self.gated:
-                wide = torch.promote_types(self.x.dtype, torch.float32)
-                gate, up = halves(self.x, self.up)
-                again = activated(gate.to(wide), self.kind) * up.to(wide)
-            else:
-                again = activated(self.x if self.bias is None else self.x + self.bias, self.kind)
-        return _operation.differentiated(again, (self.x, self.bias, self.up), grads[0], wanted)
+    def in_pytorch(self, outputs: int) -> tuple[Tensor]:
+        wide = torch.promote_types(self.x.dtype, torch.float32)
+        x, up = halves(self.x, self.up) if self.gated else (self.x, None)
+        x = x.to(wide) if self.bias is None else x.to(wide) + self.bias
+        y = x * torch.sigmoid(x) if self.kind == "silu" else activated(x, self.kind)  # forward AD lacks silu_backward
+        return ((y if up is None else y * up).to(self.x.dtype),)
+
+    def second_order(self, y: Tensor | None, grads: Grads, wanted: Wanted) -> tuple[Tensor | None, ...] | None:
+        """Those of ReLU, from y: linear in the incoming gradient and piecewise constant in x."""
+        if y is None:
+            return None
+        assert self.bias is not None
+        dx = grads[0].masked_fill(y <= 0, 0.0)
+        rows = _checks.as_rows(dx).sum(dim=0, dtype=torch.promote_types(dx.dtype, torch.float32))
+        return dx, rows.to(self.bias.dtype), None
 
 
 def halves(x: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -203,7 +205,6 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "none", 
 def _prepare_gelu(x: Tensor, *, approximate: str = "none") -> ActivationCall:
     _checks.tensor("gelu", "x", x)
     _checks.approximation("gelu", approximate)
-    _operation.refuse_transforms("gelu", x)
     return ActivationCall(x.contiguous(), None, None, GELU_KINDS[approximate], False)
 
 
@@ -236,7 +237,6 @@ def _with_bias(op: str, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
         x, bias = _operation.promoted(x, bias)
     _checks.row_parameter(op, "bias", bias, x)
     _checks.same_device(op, x, bias=bias)
-    _operation.refuse_transforms(op, x, bias)
     return x.contiguous(), bias.contiguous()
 
 
@@ -256,7 +256,6 @@ def _gate_and_up(op: str, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tens
         if up.dtype is not gate.dtype:
             raise TypeError(f"{op}: gate and up must have one dtype; got {gate.dtype} and {up.dtype}")
         _checks.same_device(op, gate, up=up)
-    _operation.refuse_transforms(op, gate, up)
     return gate.contiguous(), None if up is None else up.contiguous()
 
 
@@ -269,13 +268,6 @@ def activated(x: Tensor, kind: str | None) -> Tensor:
     if kind == "silu":
         return torch.nn.functional.silu(x)
     return torch.nn.functional.gelu(x, approximate=APPROXIMATIONS[kind])
-
-
-def _second_order_of_relu(y: Tensor, bias: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, None]:
-    """The gradients are linear in the incoming one and piecewise constant in x."""
-    dx = dy.masked_fill(y <= 0, 0.0)
-    rows = _checks.as_rows(dx).sum(dim=0, dtype=torch.promote_types(dx.dtype, torch.float32))
-    return dx, rows.to(bias.dtype), None
 
 
 def _operation_of(op: str, prepare: Callable[..., ActivationCall], **options: Any) -> _operation.Operation:

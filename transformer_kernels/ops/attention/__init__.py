@@ -12,6 +12,7 @@ from transformer_kernels.ops import _checks, _operation
 from transformer_kernels.ops._crossovers import Native
 from transformer_kernels.ops._dropout import draw_seed
 from transformer_kernels.ops._kernels import record
+from transformer_kernels.ops.attention._composed import composed
 from transformer_kernels.ops.attention._sinks import WithSinks
 from transformer_kernels.ops.attention._structure import hides, understood
 from transformer_kernels.ops.attention.scores import (
@@ -46,6 +47,9 @@ class AttentionCall(NamedTuple):
         q = self.q
         lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
         return AttentionResult(like_output(q), lse, q.new_empty((*q.shape[:2], 2, q.shape[2]), dtype=torch.float32))
+
+    def in_pytorch(self, outputs: int) -> tuple[Tensor, ...]:
+        return composed(self, outputs > 1)
 
     def empty_gradients(self) -> tuple[Tensor | None, ...]:
         layout = torch.contiguous_format
@@ -235,7 +239,6 @@ def prepare(
     _checks.probability(OP, "dropout_p", dropout_p)
     scores = checked_scores(q, k, q.shape[1], **options)
     check_devices(q, scores, k=k, v=v)
-    _operation.refuse_transforms(OP, q, k, v, scores.bias, scores.sinks)
     seed = draw_seed(q.device) if dropout_p > 0.0 else None
     wide = max(q.shape[3], v.shape[3])
     q, k, v = (last_axis_contiguous(_widened(x, wide)) for x in (q, k, v))

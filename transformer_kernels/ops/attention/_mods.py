@@ -20,7 +20,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from transformer_kernels.ops._checks import PLAIN
-from transformer_kernels.ops._plan import dispatch_modes, is_jit_tracing
+from transformer_kernels.ops._derivatives import is_transformed
+from transformer_kernels.ops._plan import dispatch_modes, functorch_is_active, is_jit_tracing
 
 MAX_BYTES = 1 << 29
 """Of masks and biases that are remembered; above this all are dropped, and one that is larger is not kept."""
@@ -93,8 +94,8 @@ def narrowed(x: Tensor) -> Tensor:
 
 
 def reads_values() -> bool:
-    """Whether values may decide what is computed: not in a call that is recorded and replayed with other ones."""
-    return not (dispatch_modes() or is_jit_tracing())
+    """Whether values may decide what is computed: not in a call that is recorded and replayed, or batched by vmap."""
+    return not (dispatch_modes() or is_jit_tracing() or functorch_is_active())
 
 
 # What is remembered of a function
@@ -152,6 +153,8 @@ def _key(value: Any, references: References, callers: list[Any]) -> Any:
     if kind in VALUES:
         return kind, value
     if kind in PLAIN:
+        if is_transformed((value,)):
+            raise Unknown
         storage = value.untyped_storage()
         shared = not storage.resizable() or storage.is_shared()
         if shared or value.requires_grad or value.is_inference() or not reads_values():

@@ -19,9 +19,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from transformer_kernels.backends.dispatch import requested
 from transformer_kernels.ops._checks import PLAIN
+from transformer_kernels.ops._derivatives import is_transformed
 from transformer_kernels.ops._dropout import compiled
 from transformer_kernels.ops._operation import autocast_dtype, is_traced
-from transformer_kernels.ops._plan import functorch_is_active
 
 Shape = tuple[int, int, int, int]
 """(B, H, Lq, Lk)."""
@@ -149,7 +149,7 @@ def understood(
 
 def _is_readable(mask: Tensor) -> bool:
     """Whether the values of a mask are in memory, at strides, and the call is eager and without transforms."""
-    if not mask.is_cpu or is_traced(mask) or functorch_is_active():
+    if not mask.is_cpu or is_traced(mask) or is_transformed((mask,)):
         return False
     return mask.layout is torch.strided and not mask.is_neg()
 

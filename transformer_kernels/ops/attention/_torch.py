@@ -5,7 +5,6 @@ PyTorch's fused kernels lack philox dropout by position and the gradients of a b
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import torch
@@ -15,6 +14,7 @@ from transformer_kernels.ops._kernels import Grads, Wanted
 from transformer_kernels.ops._visible import visible_mask
 from transformer_kernels.ops.attention import AttentionCall, AttentionResult, Into, like_output
 from transformer_kernels.ops.attention._common import AttentionKernels
+from transformer_kernels.ops.attention._composed import rows_and_keys, spans
 from transformer_kernels.ops.attention._torch_chunks import (
     as_dtype_of,
     backward_in_chunks,
@@ -61,7 +61,7 @@ class Kernels(AttentionKernels):
             own = _within(span, keys, call), own_result, own_grads
             part = _backward(*own, needs_dbias, own_into, (span.start, keys.start))
             if dbias is not None and part is not None:
-                _bias_of(span, keys, dbias).add_(part)
+                rows_and_keys(span, keys, dbias).add_(part)
         return *into, as_dtype_of(bias, dbias)
 
 
@@ -77,21 +77,10 @@ def _sequences(
     """(queries, keys) of each nonempty sequence; sets results (1, H, L, D) of tokens after the last sequence to 0."""
     scores = call.scores
     assert scores.cu_seqlens is not None
-    starts = scores.cu_seqlens.tolist()
-    key_starts = starts if scores.cu_seqlens_k is None else scores.cu_seqlens_k.tolist()
-    for results, end in ((of_queries, starts[-1]), (of_keys, key_starts[-1])):
+    for results, starts in ((of_queries, scores.cu_seqlens), (of_keys, scores.cu_seqlens_k)):
         for result in results:
-            result[:, :, end:] = 0.0
-    spans = ([slice(*ends) for ends in itertools.pairwise(offsets)] for offsets in (starts, key_starts))
-    return [
-        (span, keys) for span, keys in zip(*spans, strict=True) if (span.start, keys.start) != (span.stop, keys.stop)
-    ]
-
-
-def _bias_of(span: slice, keys: slice, attn_bias: Tensor) -> Tensor:
-    """The part of the bias that belongs to one sequence."""
-    rows = attn_bias if attn_bias.shape[2] == 1 else attn_bias[:, :, span]
-    return rows if attn_bias.shape[3] == 1 else rows[..., keys]
+            result[:, :, int((scores.cu_seqlens if starts is None else starts)[-1]) :] = 0.0
+    return spans(scores, call.q.shape[2], call.k.shape[2])
 
 
 def _within(span: slice, keys: slice, call: AttentionCall) -> AttentionCall:
@@ -103,8 +92,8 @@ def _within(span: slice, keys: slice, call: AttentionCall) -> AttentionCall:
         ranges = (ranges if ranges.shape[2] == 1 else ranges[:, :, span]) - keys.start
     scores = call.scores._replace(
         key_padding_mask=None if padding is None else padding[:, keys],
-        bias=None if bias is None else _bias_of(span, keys, bias),
-        mask=None if mask is None else _bias_of(span, keys, mask),
+        bias=None if bias is None else rows_and_keys(span, keys, bias),
+        mask=None if mask is None else rows_and_keys(span, keys, mask),
         key_ranges=ranges,
         cu_seqlens=None,
         cu_seqlens_k=None,

@@ -13,6 +13,7 @@ from transformer_kernels.ops._kernels import Grads
 from transformer_kernels.ops._softcap import cap, cap_slope
 from transformer_kernels.ops._visible import added_bias
 from transformer_kernels.ops.attention import AttentionCall, AttentionResult, Into, like_output
+from transformer_kernels.ops.attention._composed import repeat_heads as repeat_heads
 
 aten = torch.ops.aten
 
@@ -181,11 +182,6 @@ def _hide(x: Tensor, visible: Tensor | None, clean: bool) -> Tensor:
         return x
     seen = visible.any(dim=-2).unsqueeze(-1)  # (b or 1, 1, Lk, 1)
     return x.masked_fill(~seen, 0.0)
-
-
-def repeat_heads(x: Tensor, heads: int) -> Tensor:
-    """(B, Hk, Lk, D) -> (B, Hq, Lk, D)."""
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // max(x.shape[1], 1), dim=1)
 
 
 def sum_heads(x: Tensor, heads: int) -> Tensor:

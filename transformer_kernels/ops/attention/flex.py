@@ -75,7 +75,7 @@ def flex_attention(
         for float64), with return_aux an AuxOutput. A query that sees no key gives 0, an lse of -inf, and no gradient.
 
     Raises:
-        TypeError, ValueError, RuntimeError: invalid arguments; torch.compile, vmap and the transforms of torch.func.
+        TypeError, ValueError, RuntimeError: invalid arguments; torch.compile.
         UnsupportedByBackend: tensors on another device than the CPU, or a score_mod that the named backend lacks.
 
     Examples:
@@ -128,7 +128,6 @@ def _checked(
     """query, key and value of one batch size."""
     if is_compiling():
         raise RuntimeError(f"{OP}: torch.compile is not supported; call it outside the compiled function")
-    _operation.refuse_transforms("attention", *(x for x in (query, key, value) if isinstance(x, Tensor)))
     tensors = [x for x in (query, key, value) if isinstance(x, Tensor) and x.dim() == 4]
     if len(tensors) == 3 and key.shape[0] == value.shape[0] == 1:
         key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))

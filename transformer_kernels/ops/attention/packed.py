@@ -22,7 +22,7 @@ from transformer_kernels.ops.attention.scores import (
     checked_scores,
     last_axis_contiguous,
 )
-from transformer_kernels.ops.rotary import Heads, RotaryCall, angles
+from transformer_kernels.ops.rotary import Heads, RotaryCall, angles, rotated
 
 OP = "packed_attention"
 
@@ -46,6 +46,12 @@ class PackedAttentionCall(NamedTuple):
         lse = qkv.new_empty((batch, heads, length), dtype=torch.promote_types(qkv.dtype, torch.float32))
         statistics = qkv.new_empty((batch, heads, 2, length), dtype=torch.float32)
         return AttentionResult(qkv.new_empty(batch, length, heads * width), lse, statistics)
+
+    def in_pytorch(self, outputs: int) -> tuple[Tensor]:
+        inner = _on_views(self)
+        if self.cos is not None:
+            inner = inner._replace(q=rotated(self, inner.q), k=rotated(self, inner.k))
+        return (_joined(inner.in_pytorch(1)[0]),)
 
     def check_when_run(self) -> None:
         """The values of cu_seqlens."""
@@ -133,7 +139,6 @@ def prepare(
     _checks.probability("attention", "dropout_p", dropout_p)
     scores = checked_scores(x, x, heads, cu_seqlens_k=None, **options)
     check_devices(x, scores)
-    _operation.refuse_transforms(OP, qkv, scores.bias, scores.sinks)
     seed = draw_seed(qkv.device) if dropout_p > 0.0 else None
     _checks.flag(OP, "interleaved", interleaved)
     if cos is not None and sin is not None:

@@ -173,6 +173,8 @@ def _checked_sequences(name: str, cu_seqlens: Tensor, tokens: int) -> Tensor:
         raise TypeError(f"{OP}: {name} must be an int32 tensor; got {got}")
     if cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
         raise ValueError(f"{OP}: {name} must have shape (sequences + 1,); got {tuple(cu_seqlens.shape)}")
+    if torch._C._functorch.is_batchedtensor(cu_seqlens):
+        raise RuntimeError(f"{OP}: vmap over {name} is not supported; call it once for each packing")
     if not _operation.is_traced(cu_seqlens):
         if cu_seqlens.device.type == "cpu":  # numpy may write to it before backward, which no version counter sees
             cu_seqlens = cu_seqlens.clone()

@@ -11,9 +11,10 @@ from torch import Tensor
 from transformer_kernels.backends import in_dtype_of
 from transformer_kernels.ops import _operation
 from transformer_kernels.ops._kernels import Adapter, Grads, Wanted, record
-from transformer_kernels.ops._softcap import cap, cap_slope
+from transformer_kernels.ops._softcap import cap, cap_slope, capped
 from transformer_kernels.ops._visible import added_bias, visible_mask
 from transformer_kernels.ops.attention import prepare as checked_attention
+from transformer_kernels.ops.attention._composed import normalised
 from transformer_kernels.ops.attention.scores import Scores, Window, check_when_run, checked_scores
 from transformer_kernels.ops.softmax import SoftmaxCall
 
@@ -30,6 +31,17 @@ class AttentionWeightsCall(NamedTuple):
 
     def fake(self) -> Tensor:
         return self.q.new_empty(*self.q.shape[:3], self.k.shape[2])
+
+    def in_pytorch(self, outputs: int) -> tuple[Tensor]:
+        q, k = _operands(self)
+        scores = capped((q @ k.mT) * self.scores.scale, self.scores.softcap)
+        scores = scores if q.dim() == 4 else scores.flatten(1, 2)
+        queries, keys = scores.shape[2:]
+        mask = visible_mask(self.scores, queries, keys, q.device)
+        added = added_bias(self.scores, queries, keys)
+        hidden = mask is not None or added is not None
+        scores = scores if added is None else scores + added
+        return (normalised(scores, mask, hidden, self.scores.sinks)[0].to(self.q.dtype),)
 
     def is_empty(self) -> bool:
         return not (self.q.numel() and self.k.numel())
@@ -90,8 +102,6 @@ def attention_weights(
 @_operation.takes_options_of(checked_scores, "key_ranges", "mask")
 def prepare(q: Tensor, k: Tensor, **options: Any) -> AttentionWeightsCall:
     """The validated call; errors name `attention`."""
-    given = (q, k, options.get("attn_bias"), options.get("sinks"))
-    _operation.refuse_transforms(OP, *(value for value in given if isinstance(value, Tensor)))
     call = checked_attention(q, k, k, **options)
     return AttentionWeightsCall(call.q, call.k, call.scores)
 

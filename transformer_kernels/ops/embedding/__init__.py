@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from transformer_kernels.ops import _checks, _operation
-from transformer_kernels.ops._dropout import draw_seed
+from transformer_kernels.ops._dropout import draw_seed, dropped_rows
 from transformer_kernels.ops._kernels import record
 
 OP = "embedding"
@@ -36,6 +36,22 @@ class EmbeddingCall(NamedTuple):
             return EmbeddingResult(y, None, None)
         mean = weight.new_empty((tokens.numel(),), dtype=torch.promote_types(weight.dtype, torch.float32))
         return EmbeddingResult(y, mean, torch.empty_like(mean))
+
+    def in_pytorch(self, outputs: int) -> tuple[Tensor]:
+        embedded = torch.nn.functional.embedding
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        y = embedded(self.tokens, self.weight).to(wide) * self.scale
+        if self.positions is not None:
+            y = y + (
+                self.positions[: self.tokens.shape[1]]
+                if self.position_ids is None
+                else embedded(self.position_ids, self.positions)
+            )
+        if self.norm_weight is not None:
+            bias = None if self.norm_bias is None else self.norm_bias.to(wide)
+            y = torch.nn.functional.layer_norm(y, self.norm_weight.shape, self.norm_weight.to(wide), bias, self.eps)
+        y = y.to(self.weight.dtype)
+        return (y if self.seed is None else dropped_rows(y, self.seed, self.dropout_p),)
 
     def is_empty(self) -> bool:
         return not (self.weight.numel() and self.tokens.numel())
@@ -138,8 +154,7 @@ def prepare(
     _checks.finite(OP, "scale", scale)
     _checks.positive(OP, "eps", eps)
     _checks.probability(OP, "dropout_p", dropout_p)
-    _operation.refuse_transforms(OP, weight, positions, norm_weight, norm_bias)
-    if not _operation.is_traced(weight):
+    if _operation.reads_values(weight):
         _check_rows(tokens, weight, positions, position_ids)
     seed = draw_seed(weight.device) if dropout_p > 0.0 else None
     return EmbeddingCall(

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from transformer_kernels.ops._derivatives import is_transformed
+
 
 class _WithoutGradient(torch.autograd.Function):
     """The identity on a table; the gradient of one row is zero."""
@@ -26,4 +28,7 @@ class _WithoutGradient(torch.autograd.Function):
 
 def without_gradient(table: Tensor, row: int | None) -> Tensor:
     """The table without a gradient for `row`: the meaning of `padding_idx` in torch.nn.Embedding."""
+    if row is not None and is_transformed((table,)):  # as in PyTorch, the row's tangent is that of any other
+        rows = torch.arange(len(table), device=table.device).unsqueeze(1)
+        return torch.where(rows == row, table.detach(), table)
     return table if row is None else _WithoutGradient.apply(table, row)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from transformer_kernels.ops import _checks, _operation
-from transformer_kernels.ops._kernels import Grads, Wanted, record
+from transformer_kernels.ops._kernels import record
 from transformer_kernels.ops.activation import activated
 
 OP = "linear"
@@ -35,13 +35,10 @@ class LinearCall(NamedTuple):
     def may_be_composed(self) -> bool:
         return True
 
-    def second_order(self, result: LinearResult, grads: Grads, wanted: Wanted) -> tuple[Tensor | None, ...]:
-        """The gradients of the layer, computed in PyTorch."""
-        with torch.enable_grad():
-            dtype = self.x.dtype
-            bias = None if self.bias is None else self.bias.to(dtype)
-            y = activated(torch.nn.functional.linear(self.x, self.weight.to(dtype), bias), self.activation)
-        return _operation.differentiated(y, (self.x, self.weight, self.bias), grads[0], wanted)
+    def in_pytorch(self, outputs: int) -> tuple[Tensor]:
+        dtype = self.x.dtype
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return (activated(torch.nn.functional.linear(self.x, self.weight.to(dtype), bias), self.activation),)
 
 
 class LinearResult(NamedTuple):
@@ -91,7 +88,6 @@ def prepare(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation
     if activation not in ACTIVATIONS:
         raise ValueError(f"{OP}: activation must be None, relu, gelu or gelu_tanh; got {activation!r}")
     _checks.same_device(OP, x, weight=weight, bias=bias)
-    _operation.refuse_transforms(OP, x, weight, bias)
     if autocast is not None:
         x = x if x.dtype is torch.float64 else x.to(autocast)
         weight, bias = _fitting(weight, x.dtype), None if bias is None else _fitting(bias, x.dtype)

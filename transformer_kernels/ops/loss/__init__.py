@@ -184,8 +184,7 @@ def _prepare(logits: Tensor, targets: Tensor, *, weight: Tensor | None = None, *
         _checks.class_indices(OP, "targets", targets, logits.shape[:-1])
     _check_class_weight(OP, "weight", weight, logits.shape[-1])
     _checks.same_device(OP, logits, targets=targets, weight=weight)
-    _operation.refuse_transforms(OP, logits, targets)
-    if not _operation.is_traced(logits) and not probabilities:
+    if _operation.reads_values(logits) and not probabilities:
         _checks.classes_in_range(OP, "targets", targets, logits.shape[-1], checked["ignore_index"])
     targets = (targets if probabilities else targets.long()).contiguous()
     return CrossEntropyCall(
@@ -258,8 +257,7 @@ def _prepare_linear(
     _check_class_weight(LINEAR_OP, "class_weight", class_weight, weight.shape[0])
     _checks.same_device(LINEAR_OP, x, weight=weight, targets=targets, bias=bias, class_weight=class_weight)
     checked = checked_options(LINEAR_OP, **options)
-    _operation.refuse_transforms(LINEAR_OP, x, weight, bias)
-    if not _operation.is_traced(x):
+    if _operation.reads_values(x):
         _checks.classes_in_range(LINEAR_OP, "targets", targets, weight.shape[0], checked["ignore_index"])
     dtype = x.dtype if autocast is None or x.dtype is torch.float64 else autocast
     checked |= {"class_weight": None if class_weight is None else class_weight.contiguous(), "dtype": dtype}
@@ -283,7 +281,6 @@ LINEAR_CROSS_ENTROPY = _operation.Operation(
     _prepare_linear,
     result=LinearCrossEntropyResult,
     differentiable=("x", "weight", "bias"),
-    dropped={"x": "dx", "weight": "dweight", "bias": "dbias", "targets": None, "class_weight": None},
     kept=("loss", "counted", "dx", "dweight", "dbias"),
     kernels=(_chunked.ChunkedCrossEntropy, "loss"),
 )

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from transformer_kernels.ops import _checks
-from transformer_kernels.ops._kernels import Grads, Kernels, Wanted, record
-from transformer_kernels.ops._operation import differentiated
+from transformer_kernels.ops._derivatives import Block, Parts, blockwise
+from transformer_kernels.ops._kernels import Kernels, record
+from transformer_kernels.ops._operation import without_autocast
 
 OP, LINEAR_OP = "cross_entropy", "linear_cross_entropy"
 REDUCTIONS = ("mean", "sum", "none")
@@ -56,7 +59,7 @@ def _row_loss(call: CrossEntropyCall | LinearCrossEntropyCall, weight: Tensor | 
 def weighted_mean(losses: Tensor, targets: Tensor, ignore_index: int, weights: Tensor) -> tuple[Tensor, Tensor]:
     """The sum of the losses divided by the sum of the weights of their classes, and that sum."""
     ignored = targets == ignore_index
-    counted = weights[targets.clamp(0, weights.shape[0] - 2)].masked_fill_(ignored, 0.0).sum()
+    counted = weights[targets.clamp(0, weights.shape[0] - 2)].masked_fill(ignored, 0.0).sum()
     return losses.sum() / counted, counted
 
 
@@ -85,9 +88,8 @@ class CrossEntropyCall(NamedTuple):
         if not self.targets.is_floating_point():
             _checks.classes_in_range(OP, "targets", self.targets, self.logits.shape[-1], self.ignore_index)
 
-    def second_order(self, result: CrossEntropyResult, grads: Grads, wanted: Wanted) -> tuple[Tensor | None, ...]:
-        """The gradient, computed in PyTorch."""
-        return second_order(self, result, grads, wanted)
+    def in_pytorch(self, outputs: int) -> tuple[Tensor]:
+        return (reduced(losses_of(self), self),)
 
     def row_loss(self) -> RowLoss:
         """The options of each row."""
@@ -108,30 +110,48 @@ class CrossEntropyResult(NamedTuple):
     counted: Tensor | None
 
 
-def second_order(
-    call: CrossEntropyCall, result: CrossEntropyResult, grads: tuple[Tensor, ...], wanted: tuple[bool, ...]
-) -> tuple[Tensor | None, ...]:
-    """The gradient of the loss of `cross_entropy`, computed in PyTorch: differentiable once more."""
-    logits, targets, ignore_index, label_smoothing, reduction, weight, z_loss, softcap = call
-    with torch.enable_grad():
-        rows = logits.reshape(-1, logits.shape[-1]).to(torch.promote_types(logits.dtype, torch.float32))
-        rows = rows if softcap is None else softcap * torch.tanh(rows / softcap)
-        kinds = targets.to(rows.dtype).view(rows.shape) if targets.is_floating_point() else targets.view(-1)
+def losses_of(call: CrossEntropyCall) -> Tensor:
+    """The loss of each row, in the shape of class targets, by PyTorch's differentiable operators."""
+    wide = torch.promote_types(call.logits.dtype, torch.float32)
+    rows = _checks.as_rows(call.logits).to(wide)
+    weight = None if call.weight is None else call.weight.to(wide)
+    rows = rows if call.softcap is None else call.softcap * torch.tanh(rows / call.softcap)
+    if call.targets.is_floating_point():
+        smoothed = _checks.as_rows(call.targets).to(wide) * (1.0 - call.label_smoothing)
+        smoothed = smoothed + call.label_smoothing / rows.shape[1]
+        smoothed = smoothed if weight is None else smoothed * weight
+        log_p = torch.log_softmax(rows, dim=-1).masked_fill(smoothed == 0.0, 0.0)  # of a class with a logit of -inf
+        losses, ignored = -(smoothed * log_p).sum(dim=-1), None
+    else:
+        targets = call.targets.reshape(-1)
+        ignored = targets == call.ignore_index
+        rows = rows.masked_fill(ignored.unsqueeze(1), 0.0)  # NaN there reaches no gradient
         losses = torch.nn.functional.cross_entropy(
             rows,
-            kinds,
-            weight if weight is None else weight.to(rows.dtype),
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
+            targets,
+            weight,
+            ignore_index=call.ignore_index,
+            label_smoothing=call.label_smoothing,
             reduction="none",
         )
-        if z_loss > 0.0:
-            seen = torch.ones_like(losses) if targets.is_floating_point() else (kinds != ignore_index).to(losses.dtype)
-            losses = losses + z_loss * seen * torch.logsumexp(rows, dim=-1).square()
-        loss = losses if reduction == "none" else losses.sum()
-        if result.counted is not None and reduction == "mean":
-            loss = loss / result.counted
-    return differentiated(loss, [logits], grads[0].reshape(loss.shape), wanted)
+    if call.z_loss > 0.0:
+        z_losses = call.z_loss * torch.logsumexp(rows, dim=-1).square()
+        losses = losses + (z_losses if ignored is None else z_losses.masked_fill(ignored, 0.0))
+    return losses.reshape(call.logits.shape[:-1])
+
+
+def reduced(losses: Tensor, call: CrossEntropyCall | LinearCrossEntropyCall) -> Tensor:
+    """The losses, their sum or their mean."""
+    if call.reduction == "none":
+        return losses
+    if call.reduction == "sum":
+        return losses.sum()
+    if call.targets.is_floating_point():
+        return losses.mean()
+    weights = call.row_loss().weights
+    if weights is not None:
+        return weighted_mean(losses, call.targets, call.ignore_index, weights)[0]
+    return losses.sum() / call.targets.ne(call.ignore_index).sum()
 
 
 class LossKernels(Kernels):
@@ -195,8 +215,26 @@ class LinearCrossEntropyCall(NamedTuple):
     def may_be_composed(self) -> bool:
         return True
 
-    def drops(self) -> bool:
-        return self.reduction != "none" and not self.is_one_chunk()
+    def in_pytorch(self, outputs: int) -> tuple[Tensor]:
+        """In chunks of rows, whose logits are not kept; their gradients are added up in float32."""
+        wide, targets = torch.promote_types(self.dtype, torch.float32), self.targets.reshape(-1)
+        step = rows_at_once(self.weight.shape[0], self.dtype, self.x.device)
+
+        def losses(own: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Parts:
+            dtype, bias = self.dtype, None if bias is None else bias.to(self.dtype)
+            logits = torch.nn.functional.linear(x.to(dtype), weight.to(dtype), bias)
+            return (losses_of(self._replace(targets=own).loss_of(logits)),)
+
+        def chunk(first: int) -> Block:
+            count = min(step, len(targets) - first)
+            own: Callable[[Any], Any] = lambda x: x if x is None else x.narrow(0, first, count)  # noqa: E731
+            return Block(partial(losses, own(targets)), lambda x: (own(x[0]), *x[1:]), lambda y: (own(y[0]),))
+
+        chunks = [chunk(first) for first in range(0, max(1, len(targets)), step)]
+        given = (tensor if tensor is None else tensor.to(wide) for tensor in (self.weight, self.bias))
+        with without_autocast(self.x):
+            (rows,) = blockwise(chunks, 0, _checks.as_rows(self.x), *given)
+        return (reduced(rows.view(self.targets.shape), self),)
 
     def check_when_run(self) -> None:
         """All targets are classes or ignored."""

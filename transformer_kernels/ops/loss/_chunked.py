@@ -12,18 +12,16 @@ from torch import Tensor
 
 from transformer_kernels.backends import dispatch
 from transformer_kernels.ops._kernels import Adapter, Grads, Kernels, Wanted
-from transformer_kernels.ops._operation import differentiated, is_traced, without_autocast
+from transformer_kernels.ops._operation import is_traced, without_autocast
 from transformer_kernels.ops._plan import Plan
 from transformer_kernels.ops.linear import OPERATION as LINEAR
 from transformer_kernels.ops.linear import LinearCall, LinearResult, linear
 from transformer_kernels.ops.loss import _calls
 from transformer_kernels.ops.loss._calls import (
     CrossEntropyCall,
-    CrossEntropyResult,
     LinearCrossEntropyCall,
     LinearCrossEntropyResult,
     LossKernels,
-    second_order,
 )
 
 ROW_ALIGNMENT = 16
@@ -155,17 +153,6 @@ class OneChunk(ChunkedCrossEntropy):
         _, dlogits = self.forward_with_gradient(call)
         self.scale_gradient(dlogits, *grads)
         return self.below(call, dlogits, wanted)
-
-    @staticmethod
-    def second_order(
-        call: LinearCrossEntropyCall, result: LinearCrossEntropyResult, grads: Grads, wanted: Wanted
-    ) -> tuple[Tensor | None, ...]:
-        """The gradients, computed in PyTorch: differentiable once more."""
-        with torch.enable_grad():
-            inner = call.loss_of(torch.nn.functional.linear(call.x, call.weight, call.bias))
-        (dlogits,) = second_order(inner, CrossEntropyResult(result.loss, None, result.counted), grads, (True,))
-        assert dlogits is not None
-        return differentiated(inner.logits, (call.x, call.weight, call.bias), dlogits, wanted)
 
 
 class _Head:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from transformer_kernels.ops import _checks, _operation
 from transformer_kernels.ops._crossovers import Native
-from transformer_kernels.ops._dropout import draw_seed
+from transformer_kernels.ops._derivatives import differentiated
+from transformer_kernels.ops._dropout import draw_seed, dropped_rows
 from transformer_kernels.ops._kernels import Grads, Wanted, record
 
 
@@ -55,20 +56,32 @@ class NormCall(NamedTuple):
             return Native("layer_norm", elements, lambda x, weight, bias, eps: norm(x, shape, weight, bias, eps))
         return Native("rms_norm", elements, lambda x, weight, eps: torch.rms_norm(x, shape, weight, eps))
 
-    def is_twice_differentiable(self) -> bool:
-        return self.residual is None
+    def in_pytorch(self, outputs: int) -> tuple[Tensor, ...]:
+        summed = self.x if self.residual is None else self._dropped(self.x) + self.residual
+        x, weight = (tensor.to(torch.promote_types(self.x.dtype, torch.float32)) for tensor in (summed, self.weight))
+        if self.centred:
+            bias = None if self.bias is None else self.bias.to(x.dtype)
+            y = torch.nn.functional.layer_norm(x, weight.shape, weight, bias, self.eps)
+        else:
+            y = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self.eps) * weight
+        return y.to(self.x.dtype), summed
 
-    def second_order(self, result: NormResult, grads: Grads, wanted: Wanted) -> tuple[Tensor | None, ...]:
-        """The gradients of a norm without an addition, computed in PyTorch."""
-        wide = torch.promote_types(self.x.dtype, torch.float32)
-        with torch.enable_grad():
-            x, weight = self.x.to(wide), self.weight.to(wide)
-            if self.centred:
-                bias = None if self.bias is None else self.bias.to(wide)
-                y = torch.nn.functional.layer_norm(x, weight.shape, weight, bias, self.eps)
-            else:
-                y = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self.eps) * weight
-        return _operation.differentiated(y, (self.x, None, self.weight, self.bias), grads[0], wanted)
+    def second_order(self, result: NormResult, grads: Grads, wanted: Wanted) -> tuple[Tensor | None, ...] | None:
+        """Those of a norm after an addition, from the sum."""
+        if result.summed is None:
+            return None
+
+        def normed(summed: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+            return self._replace(x=summed, residual=None, weight=weight, bias=bias).in_pytorch(1)
+
+        given = result.summed, self.weight, self.bias
+        dsummed, *others = differentiated(normed, given, grads[:1], (True, *wanted[2:]))
+        assert dsummed is not None
+        dsummed = dsummed if len(grads) == 1 or grads[1] is None else dsummed + grads[1]
+        return self._dropped(dsummed), dsummed, *others
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        return x if self.seed is None else dropped_rows(x, self.seed, self.dropout_p)
 
 
 class NormResult(NamedTuple):
@@ -275,7 +288,6 @@ def _validated(
         bias = bias.contiguous()
     _checks.same_device(op, x, residual=residual, weight=weight, bias=bias)
     _checks.positive(op, "eps", eps)
-    _operation.refuse_transforms(op, x, residual, weight, bias)
     seed = draw_seed(x.device) if dropout_p > 0.0 else None
     residual = None if residual is None else residual.contiguous()
     return NormCall(x.contiguous(), residual, weight.contiguous(), bias, seed, float(eps), dropout_p, centred)

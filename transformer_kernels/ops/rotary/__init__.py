@@ -27,6 +27,9 @@ class RotaryCall(NamedTuple):
     def fake(self) -> RotaryResult:
         return RotaryResult(self.q.new_empty(self.q.shape), self.k.new_empty(self.k.shape))
 
+    def in_pytorch(self, outputs: int) -> tuple[Tensor, Tensor]:
+        return rotated(self, self.q), rotated(self, self.k)
+
     def is_empty(self) -> bool:
         return not (self.q.numel() and self.k.numel())
 
@@ -36,6 +39,23 @@ class RotaryResult(NamedTuple):
 
     q: Tensor
     k: Tensor
+
+
+def rotated(call: Any, x: Tensor) -> Tensor:
+    """x (B, H, L, D) rotated by the angles of a call, by PyTorch's differentiable operators."""
+    wide = torch.promote_types(x.dtype, call.cos.dtype)
+    cos, sin = (table.to(wide).unsqueeze(1) for table in (call.cos, call.sin))
+    (a, b), half = pairs(x.to(wide), cos.shape[-1], call.interleaved), cos.shape[-1]
+    columns = [a * cos - b * sin, b * cos + a * sin]
+    y = torch.stack(columns, dim=-1).flatten(-2) if call.interleaved else torch.cat(columns, dim=-1)
+    return torch.cat((y.to(x.dtype), x[..., 2 * half :]), dim=-1)
+
+
+def pairs(x: Tensor, half: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """The first and the second columns of the pairs, as views."""
+    if interleaved:
+        return x[..., : 2 * half : 2], x[..., 1 : 2 * half : 2]
+    return x[..., :half], x[..., half : 2 * half]
 
 
 class Heads(NamedTuple):
@@ -122,7 +142,6 @@ def prepare(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool
     _checks.same_device(OP, q, k=k)
     cos, sin = angles(OP, q, cos, sin)
     _checks.flag(OP, "interleaved", interleaved)
-    _operation.refuse_transforms(OP, q, k)
     return RotaryCall(last_axis_contiguous(q), last_axis_contiguous(k), cos, sin, interleaved)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from transformer_kernels.ops.rotary import Heads, RotaryCall, RotaryKernels
+from transformer_kernels.ops.rotary import Heads, RotaryCall, RotaryKernels, pairs
 
 
 class Kernels(RotaryKernels):
@@ -22,7 +22,7 @@ class Kernels(RotaryKernels):
 def _rotate(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
     """Rotate x (B, H, L, D), computed in the wider dtype of x and the angles."""
     half = cos.shape[-1]
-    (a, b), (a_out, b_out) = _pairs(x, half, interleaved), _pairs(out, half, interleaved)
+    (a, b), (a_out, b_out) = pairs(x, half, interleaved), pairs(out, half, interleaved)
     if x.dtype is cos.dtype:
         first = torch.mul(a, cos, out=None if x is out else a_out).addcmul_(b, sin, value=-1)
         torch.mul(b, cos, out=b_out).addcmul_(a, sin)
@@ -33,10 +33,3 @@ def _rotate(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, interleaved: bool)
         a_out.copy_(first)
     if 2 * half < x.shape[-1] and x is not out:
         out[..., 2 * half :] = x[..., 2 * half :]
-
-
-def _pairs(x: Tensor, half: int, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """The first and the second columns of the pairs, as views."""
-    if interleaved:
-        return x[..., : 2 * half : 2], x[..., 1 : 2 * half : 2]
-    return x[..., :half], x[..., half : 2 * half]

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformer_kernels.ops import _checks, _operation
 from transformer_kernels.ops._crossovers import Native
 from transformer_kernels.ops._kernels import Grads, Wanted, record
+from transformer_kernels.ops._visible import causal_mask
 
 OP = "softmax"
 
@@ -31,6 +32,19 @@ class SoftmaxCall(NamedTuple):
         if self.mask is not None or self.causal or self.scale != 1.0:
             return None
         return Native("softmax", self.x.numel(), lambda x, mask, causal, scale: torch.softmax(x, -1))
+
+    def in_pytorch(self, outputs: int = 1) -> tuple[Tensor]:
+        """Scaled in float32: a large scale must not overflow float16."""
+        x, mask, causal, scale = self
+        wide = torch.promote_types(x.dtype, torch.float32)
+        scores = x if scale == 1.0 else x.to(wide) * scale
+        if mask is None and not causal:
+            return (torch.softmax(scores, dim=-1).to(x.dtype),)
+        if mask is not None:
+            scores = scores.masked_fill(~mask.reshape(x.shape), -math.inf)
+        if causal:
+            scores = scores.masked_fill(~causal_mask(x.shape[-2], x.shape[-1], x.device), -math.inf)
+        return (torch.ops.aten._safe_softmax.default(scores, -1).to(x.dtype),)
 
     def second_order(self, y: Tensor, grads: Grads, wanted: Wanted) -> tuple[Tensor | None]:
         """scale * y * (dy - sum(dy * y)), whose path to x is that of y."""
@@ -82,7 +96,6 @@ def prepare(x: Tensor, *, mask: Tensor | None = None, causal: bool = False, scal
         _checks.broadcasts_to(OP, "mask", mask, tuple(x.shape))
         _checks.same_device(OP, x, mask=mask)
         mask = _over_rows(mask, x)
-    _operation.refuse_transforms(OP, x)
     return SoftmaxCall(x.contiguous(), mask, causal, 0.0 + float(scale))
 
 
