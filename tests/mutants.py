@@ -307,8 +307,8 @@ MUTANTS = [
     ),
     Mutant(
         f"{OPS}/attention/_torch.py",
-        "(of_keys, key_starts[-1])",
-        "(of_keys, starts[-1])",
+        "(of_keys, scores.cu_seqlens_k)",
+        "(of_keys, None)",
         "tests/ops/test_attention.py -k 'packed_otherwise and torch'",
     ),
     Mutant(
