@@ -16,7 +16,7 @@ from transformer_kernels import ops
 from transformer_kernels.ops._crossovers import prefers_torch
 from transformer_kernels.ops._dropout import MIN_DROPPED, has_dropout_kernel
 from transformer_kernels.ops._dropout import dropout as dropout_kernel
-from transformer_kernels.ops._pattern import As, Call, Input, Match, Number, Option, Pattern, Replacement
+from transformer_kernels.ops._pattern import As, Call, Input, Match, Number, Option, Pattern, Replacement, is_faster
 from transformer_kernels.ops.attention._pattern import grouped
 from transformer_kernels.ops.linear._cpu import multiplies
 from transformer_kernels.patching import _torch_calls as calls
@@ -160,8 +160,7 @@ def _cross_entropy(match: Match) -> Replacement | str:
     bound, x = match.bound, match.fake("x")
     if not match.has_kernel(x.dtype) or bound["reduction"] not in calls.REDUCTIONS:
         return "its dtype has no kernel"
-    size = match.size(*x.shape)
-    if match.is_auto and x.is_cpu and prefers_torch("cross_entropy", size, x.dtype.itemsize, recorded=match.trains):
+    if not is_faster(match, "cross_entropy", x):
         return FASTER
     names = ("x", "target", "weight", "ignored", "reduction", "smoothing")
     return Replacement(cross_entropy, tuple(bound[name] for name in names))
