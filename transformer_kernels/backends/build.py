@@ -43,7 +43,6 @@ NO_GPU = (
 )
 STABLE_ABI = sys.implementation.name == "cpython" and not sysconfig.get_config_var("Py_GIL_DISABLED")
 EXTENSION_SUFFIX = ".abi3.so" if STABLE_ABI else sysconfig.get_config_var("EXT_SUFFIX")
-SANITIZERS = ("address", "thread")
 SOURCE_SUFFIXES = (".h", ".cuh", ".cu", ".cpp")
 
 
@@ -579,7 +578,7 @@ def build_emulated(sanitizer: str = "", csrc: Path = CSRC) -> Path:
     with FileLock(folder / "lock"):
         if not target.is_file():  # another process may have built it meanwhile
             os.replace(_build_emulated(folder, shlex.split(compiler), sanitizer, csrc, digest), target)
-            _keep_newest(folder, 3)
+            _keep_newest(folder)
     return target
 
 
@@ -600,7 +599,8 @@ def _build_emulated(folder: Path, compiler: list[str], sanitizer: str, csrc: Pat
     return _make(objects, linking, min(2, _jobs()))
 
 
-def _keep_newest(folder: Path, count: int) -> None:
+def _keep_newest(folder: Path) -> None:
+    """Remove all but the three newest modules."""
     built = sorted(folder.glob("_kernels-*.so"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in built[count:]:
+    for path in built[3:]:
         path.unlink(missing_ok=True)

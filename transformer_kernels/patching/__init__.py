@@ -32,7 +32,7 @@ def patch(model: nn.Module, backend: str | None = None, *, unpad: bool = False) 
     In models of transformers (5.10 or newer): attention dispatched through `AttentionInterface`, and the loss over
     tokens. RMSNorms, gated MLPs, decoder layers and rotary positions are recognised by the code of their forwards; this
     covers Llama, Mistral, Qwen, Gemma, Phi-3, OLMo 2, SmolLM3, Granite, Cohere, GLM, GPT-NeoX, T5 and every model with
-    the same code; code that differs is not patched. In BERT, RoBERTa, DistilBERT, GPT-2 and ViT also the residual
+    the same code; code that differs is not patched. In BERT, RoBERTa, DistilBERT and GPT-2 also the residual
     additions with their dropout and LayerNorm, and the products of Conv1D (GPT-2). GELU of transformers.activations.
     Encoders of sentence-transformers 6.2 pack texts instead of padding them. On a CPU, float32 products of linear
     layers, where this package's are faster.

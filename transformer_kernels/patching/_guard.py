@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +28,4 @@ def guarded(ours: Callable[..., Any], original: Callable[..., Any]) -> Callable[
             return original(self, *args, **kwargs)
         return ours(self, *args, **kwargs)
 
-    method.__name__, method.__qualname__ = original.__name__, original.__qualname__
-    method.__doc__, method.__signature__ = original.__doc__, inspect.signature(original)  # type: ignore[attr-defined]
     return method

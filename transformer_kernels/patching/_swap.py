@@ -94,17 +94,18 @@ def patched_class(mixin: Any, original: Any) -> type[nn.Module]:
     if forward not in (before, nn.Module.forward):
         if not getattr(mixin, "guards_itself", False):
             forward = guarded(forward, getattr(mixin, "original_forward", before))
-        forward = _with_signature(forward, before)
-        content["forward"] = _left_if_small(forward, before, mixin) if mixin.small_below else forward
+        if mixin.small_below:
+            forward = _left_if_small(forward, before, mixin)
+        content["forward"] = _with_signature(forward, before)
     return cast(Any, type(original.__name__, bases, content))
 
 
 def _with_signature(function: Any, original: Any) -> Any:
     """A copy of the function with the signature of another, which trainers inspect to select columns of their data."""
     copied: Any = types.FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+        function.__code__, function.__globals__, original.__name__, function.__defaults__, function.__closure__
     )
-    copied.__kwdefaults__ = function.__kwdefaults__
+    copied.__kwdefaults__, copied.__qualname__ = function.__kwdefaults__, original.__qualname__
     copied.__doc__, copied.__signature__ = original.__doc__, inspect.signature(original)
     return copied
 
@@ -143,7 +144,6 @@ def _left_if_small(ours: Any, original: Any, mixin: Any) -> Any:
                     return original(self, *args, **kwargs) if as_before is None else as_before(self, args, kwargs)
         return ours(self, *args, **kwargs)
 
-    forward.__doc__, forward.__signature__ = original.__doc__, inspect.signature(original)  # type: ignore[attr-defined]
     return forward
 
 

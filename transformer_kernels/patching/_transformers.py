@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformer_kernels import ops
 from transformer_kernels.ops._foreign import refused
 from transformer_kernels.patching import _fused
-from transformer_kernels.patching._fused import add_norm, dropped
+from transformer_kernels.patching._fused import add_norm
 from transformer_kernels.patching._products import by_columns
 from transformer_kernels.patching._swap import Mixin, MovedDropout, is_plain, swap
 
@@ -96,17 +96,6 @@ class Conv1D(Mixin):
 
     def forward(self, x: Tensor) -> Tensor:
         return by_columns(x, self.weight, self.bias, self.backend)
-
-
-class ViTLayer(Mixin):
-    """The residual addition after attention is fused with its dropout and the LayerNorm that reads the sum."""
-
-    operation = "add_layer_norm"
-
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
-        attended, _ = self.attention(self.layernorm_before(hidden_states), attention_mask, **kwargs)
-        x, stream = add_norm(attended, hidden_states, self.dropout, self.layernorm_after, self.backend)
-        return dropped(self.mlp(x), self.dropout) + stream
 
 
 class LabelsOutside(Mixin):
@@ -203,7 +192,7 @@ def moved_dropout(dropout: nn.Module) -> nn.Module | None:
 
 BERT, ROBERTA = "transformers.models.bert.modeling_bert.Bert", "transformers.models.roberta.modeling_roberta.Roberta"
 DISTILBERT = "transformers.models.distilbert.modeling_distilbert."
-GPT2, VIT = "transformers.models.gpt2.modeling_gpt2.GPT2", "transformers.models.vit.modeling_vit.ViT"
+GPT2 = "transformers.models.gpt2.modeling_gpt2.GPT2"
 T5 = "transformers.models.t5.modeling_t5.T5"
 
 REPLACEMENTS: dict[str, type] = {
@@ -214,7 +203,6 @@ REPLACEMENTS: dict[str, type] = {
     f"{DISTILBERT}TransformerBlock": DistilBertBlock,
     _fused.CONV1D: Conv1D,
     f"{GPT2}Block": GPT2Block,
-    f"{VIT}Layer": ViTLayer,
     f"{BERT}ForMaskedLM": LabelsOutside,
     f"{ROBERTA}ForMaskedLM": LabelsOutside,
     f"{DISTILBERT}DistilBertForMaskedLM": LabelsOutside,

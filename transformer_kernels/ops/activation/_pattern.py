@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from transformer_kernels.ops import activation
 from transformer_kernels.ops._pattern import (
@@ -47,33 +46,18 @@ SWIGLU = SILU * Input("up")
 GEGLU = Call("gelu", Input("gate"), Option("approximate")) * Input("up")
 
 
-def gelu(x: Tensor, approximate: str, backend: str | None = None) -> Tensor:
-    return activation.gelu(x, approximate=approximate, backend=backend)
-
-
-def gelu_of_torch(x: Tensor, approximate: str) -> Tensor:
-    return torch.nn.functional.gelu(x, approximate=approximate)
-
-
-def geglu(gate: Tensor, up: Tensor, approximate: str, backend: str | None = None) -> Tensor:
-    return activation.geglu(gate, up, approximate=approximate, backend=backend)
-
-
-def swiglu(gate: Tensor, up: Tensor, backend: str | None = None) -> Tensor:
-    return activation.swiglu(gate, up, backend=backend)
-
-
 def _gelu(approximate: str | None) -> Any:
     def replace(match: Match) -> Replacement | str:
         kind = match.bound["approximate"] if approximate is None else approximate
         if match.fake("x").dtype is not match.dtype or not match.has_kernel(match.dtype):
             return "the dtypes differ"
-        function: Any = gelu
+        function: Any = activation.gelu
         if not is_faster(match, "gelu_tanh" if kind == "tanh" else "gelu", match.fake("x")):
             if approximate is None:
                 return SMALL
-            function = gelu_of_torch
-        return Replacement(function, (match.bound["x"], kind), expression=("gelu", match.bound["x"], kind))
+            function = torch.nn.functional.gelu
+        x = match.bound["x"]
+        return Replacement(function, (x,), {"approximate": kind}, ("gelu", x, kind))
 
     return replace
 
@@ -86,11 +70,13 @@ def _gate(match: Match) -> str | None:
 
 
 def _swiglu(match: Match) -> Replacement | str:
-    return _gate(match) or Replacement(swiglu, (match.bound["gate"], match.bound["up"]))
+    return _gate(match) or Replacement(activation.swiglu, (match.bound["gate"], match.bound["up"]))
 
 
 def _geglu(match: Match) -> Replacement | str:
-    return _gate(match) or Replacement(geglu, tuple(match.bound[name] for name in ("gate", "up", "approximate")))
+    bound = match.bound
+    options = {"approximate": bound["approximate"]}
+    return _gate(match) or Replacement(activation.geglu, (bound["gate"], bound["up"]), options)
 
 
 PATTERNS = (

@@ -56,18 +56,6 @@ ADD_LAYER_NORM = Call("layer_norm", STREAM, Option("weight"), Option("bias"), Op
 ADD_RMS_NORM = Call("rms_norm", STREAM, Option("weight"), Option("eps"))
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, backend: str | None = None) -> Tensor:
-    return norm.layer_norm(x, weight, bias, eps=eps, backend=backend)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float, backend: str | None = None) -> Tensor:
-    return norm.rms_norm(x, weight, eps=eps, backend=backend)
-
-
-def layer_norm_of_torch(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    return torch.layer_norm(x, weight.shape, weight, bias, eps)
-
-
 def layer_norm_as(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype, backend: str | None = None
 ) -> Tensor:
@@ -76,24 +64,6 @@ def layer_norm_as(
 
 def rms_norm_as(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, backend: str | None = None) -> Tensor:
     return norm.rms_norm(x.to(dtype), weight, eps=eps, backend=backend)
-
-
-def add_layer_norm(
-    branch: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    p: float,
-    backend: str | None = None,
-) -> tuple[Tensor, Tensor]:
-    return norm.add_layer_norm(branch, residual, weight, bias, eps=eps, dropout_p=p, backend=backend)
-
-
-def add_rms_norm(
-    branch: Tensor, residual: Tensor, weight: Tensor, eps: float, p: float, backend: str | None = None
-) -> tuple[Tensor, Tensor]:
-    return norm.add_rms_norm(branch, residual, weight, eps=eps, dropout_p=p, backend=backend)
 
 
 def _unfit(match: Match, *names: str) -> str | None:
@@ -130,11 +100,13 @@ def _layer_norm(match: Match) -> Replacement | str:
     bound = match.bound
     if isinstance(dtype := _wanted(match, "weight", "bias"), str):
         return dtype
-    values = (bound["x"], bound["weight"], bound.get("bias"), bound["eps"])
+    x, weight, bias, eps = values = (bound["x"], bound["weight"], bound.get("bias"), bound["eps"])
     if dtype is not match.fake("x").dtype:
         return Replacement(layer_norm_as, (*values, dtype))
-    function = layer_norm if is_faster(match, "layer_norm", match.fake("x")) else layer_norm_of_torch
-    return Replacement(function, values, expression=("layer_norm", *values))
+    expression = ("layer_norm", *values)
+    if is_faster(match, "layer_norm", match.fake("x")):
+        return Replacement(norm.layer_norm, (x, weight, bias), {"eps": eps}, expression)
+    return Replacement(torch.layer_norm, (x, list(match.fake("weight").shape), weight, bias, eps), {}, expression)
 
 
 def _layer_norm_call(match: Match) -> Replacement | str:
@@ -162,7 +134,7 @@ def _rms_norm(match: Match) -> Replacement | str:
     values = (bound["x"], bound["weight"], bound["eps"])
     if dtype is not match.fake("x").dtype:
         return Replacement(rms_norm_as, (*values, dtype))
-    return Replacement(rms_norm, values, expression=("rms_norm", *values))
+    return Replacement(norm.rms_norm, values[:2], {"eps": values[2]}, ("rms_norm", *values))
 
 
 def _std_norm(match: Match) -> Replacement | str:
@@ -192,15 +164,18 @@ def _residual(match: Match, name: str) -> str | None:
 def _add_layer_norm(match: Match) -> Replacement | str:
     if (reason := _residual(match, "add_layer_norm")) is not None:
         return reason
-    names = ("branch", "residual", "weight", "bias", "eps")
-    return Replacement(add_layer_norm, (*(match.bound[name] for name in names), match.bound.get("p", 0.0)))
+    return _added(match, norm.add_layer_norm, "branch", "residual", "weight", "bias")
 
 
 def _add_rms_norm(match: Match) -> Replacement | str:
     if (reason := _residual(match, "add_rms_norm")) is not None:
         return reason
-    names = ("branch", "residual", "weight", "eps")
-    return Replacement(add_rms_norm, (*(match.bound[name] for name in names), match.bound.get("p", 0.0)))
+    return _added(match, norm.add_rms_norm, "branch", "residual", "weight")
+
+
+def _added(match: Match, function: Any, *names: str) -> Replacement:
+    options = {"eps": match.bound["eps"], "dropout_p": match.bound.get("p", 0.0)}
+    return Replacement(function, tuple(match.bound[name] for name in names), options)
 
 
 PATTERNS: tuple[Any, ...] = (

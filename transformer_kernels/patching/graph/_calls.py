@@ -16,7 +16,7 @@ from transformer_kernels import ops
 from transformer_kernels.ops._crossovers import prefers_torch
 from transformer_kernels.ops._dropout import MIN_DROPPED, has_dropout_kernel
 from transformer_kernels.ops._dropout import dropout as dropout_kernel
-from transformer_kernels.ops._pattern import As, Call, Input, Match, Number, Option, Pattern, Replacement
+from transformer_kernels.ops._pattern import As, Call, Input, Match, Number, Option, Pattern, Replacement, is_faster
 from transformer_kernels.ops.attention._pattern import grouped
 from transformer_kernels.ops.linear._cpu import multiplies
 from transformer_kernels.patching import _torch_calls as calls
@@ -33,14 +33,6 @@ SOFTMAX = Call("softmax", X)
 FASTER = "PyTorch's function is the faster one at this size"
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, backend: str | None = None) -> Tensor:
-    return ops.linear(x, weight, bias, backend=backend)
-
-
-def linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None = None, backend: str | None = None) -> Tensor:
-    return ops.linear(x, weight, bias, activation="relu", backend=backend)
-
-
 def _is_static(*tensors: Any) -> bool:
     return all(isinstance(size, int) for tensor in tensors if tensor is not None for size in tensor.shape)
 
@@ -53,7 +45,7 @@ def _linear(match: Match) -> Replacement | str:
     if not x.dtype is weight.dtype is match.dtype or (bias is not None and bias.dtype is not x.dtype):
         return _linear_under_autocast(match, values)
     if not match.is_auto:
-        return Replacement(linear, values) if match.has_kernel(x.dtype) else "its dtype has no kernel"
+        return Replacement(ops.linear, values) if match.has_kernel(x.dtype) else "its dtype has no kernel"
     return _faster_linear(match, x, weight, values)
 
 
@@ -62,7 +54,7 @@ def _faster_linear(match: Match, x: Any, weight: Any, values: tuple[Any, ...]) -
         return FASTER
     if not _is_static(x):
         return Replacement(faster_linear, values)
-    return Replacement(linear, values) if multiplies(x, weight, match.trains) else FASTER
+    return Replacement(ops.linear, values) if multiplies(x, weight, match.trains) else FASTER
 
 
 def _linear_under_autocast(match: Match, values: tuple[Any, ...]) -> Replacement | str:
@@ -80,7 +72,9 @@ def _linear_relu(match: Match) -> Replacement | str:
     found = _linear(match)
     if isinstance(found, str):
         return found
-    return Replacement(linear_relu, found.args) if found.function is linear else "its sizes are symbols"
+    if found.function is not ops.linear:
+        return "its sizes are symbols"
+    return Replacement(ops.linear, found.args, {"activation": "relu"})
 
 
 def linear_by_columns(x: Tensor, weight: Tensor, bias: Tensor | None = None, backend: str | None = None) -> Tensor:
@@ -166,8 +160,7 @@ def _cross_entropy(match: Match) -> Replacement | str:
     bound, x = match.bound, match.fake("x")
     if not match.has_kernel(x.dtype) or bound["reduction"] not in calls.REDUCTIONS:
         return "its dtype has no kernel"
-    size = match.size(*x.shape)
-    if match.is_auto and x.is_cpu and prefers_torch("cross_entropy", size, x.dtype.itemsize, recorded=match.trains):
+    if not is_faster(match, "cross_entropy", x):
         return FASTER
     names = ("x", "target", "weight", "ignored", "reduction", "smoothing")
     return Replacement(cross_entropy, tuple(bound[name] for name in names))

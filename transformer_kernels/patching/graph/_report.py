@@ -117,7 +117,6 @@ class Timed(fx.Interpreter):
         if n.op in ("call_function", "call_method", "call_module"):
             name = getattr(n.target, "__name__", str(n.target))
             own = str(getattr(n.target, "__module__", "")).startswith("transformer_kernels")
-            own = own and not name.endswith("of_torch")
             name = n.name.rstrip("0123456789").rstrip("_") if own else name
             (self._ours if own else self._rest)[name] += time.thread_time() - start
         return result

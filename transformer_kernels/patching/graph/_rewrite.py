@@ -165,15 +165,17 @@ class Rewriter:
         place = root
         if isinstance(shared, fx.Node):
             place = shared
-            latest = max((self.writes.position(value) for value in _nodes(replacement.args)), default=-1)
+            latest = max(
+                (self.writes.position(value) for value in _nodes([replacement.args, replacement.options])), default=-1
+            )
             if latest > self.writes.position(shared):
                 self.outcome.left[(pattern.operation, root.name)] = "its parameters are computed after the sum"
                 return
         with self.graph.inserting_before(place):
             args = tuple(self._argument(value, place) for value in replacement.args)
-            options = (
-                dict(replacement.options) if self.backend is None else {**replacement.options, "backend": self.backend}
-            )
+            options = {name: self._argument(value, place) for name, value in replacement.options.items()}
+            if self.backend is not None:
+                options["backend"] = self.backend
             new = self._call(replacement.function, args, options, place, fake(root))
             result = new
             if isinstance(shared, fx.Node):
@@ -263,11 +265,11 @@ class Rewriter:
 
     def _report(self) -> None:
         """Name what stays PyTorch's."""
+        created = set(self.created)
         for node in self.graph.nodes:
-            if node.op in ("call_function", "call_method"):
+            if node.op in ("call_function", "call_method") and node not in created:
                 what = NAMED.get(self.canonical.of(node).op)
-                own = getattr(node.target, "__module__", "") or ""
-                if what is not None and not own.startswith("transformer_kernels"):
+                if what is not None:
                     self.outcome.left.setdefault((what, node.name), "it is not part of a pattern that is recognised")
 
 

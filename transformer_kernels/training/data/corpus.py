@@ -34,8 +34,8 @@ def read_corpus(name: str, data_dir: str = "") -> str:
         raise ValueError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from error
 
 
-def _stdlib_text(limit: int = STDLIB_CHARACTERS) -> str:
-    """The standard library's top-level modules, sorted by name, in printable ASCII, up to `limit` characters."""
+def _stdlib_text() -> str:
+    """The standard library's top-level modules, sorted by name, in printable ASCII, up to STDLIB_CHARACTERS."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     keep = {chr(code) for code in range(ord(" "), ord("~") + 1)} | {"\n"}
     parts: list[str] = []
@@ -44,9 +44,9 @@ def _stdlib_text(limit: int = STDLIB_CHARACTERS) -> str:
         text = path.read_text(encoding="utf-8", errors="ignore").expandtabs(4)
         parts.append("".join(character for character in text if character in keep))
         length += len(parts[-1])
-        if length >= limit:
+        if length >= STDLIB_CHARACTERS:
             break
-    return "".join(parts)[:limit]
+    return "".join(parts)[:STDLIB_CHARACTERS]
 
 
 def _tinyshakespeare_text(data_dir: str) -> str:
