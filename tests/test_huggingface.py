@@ -177,6 +177,21 @@ def test_tensors_that_no_kernel_reads_are_packed_too():
     torch.testing.assert_close(mapped, run(embedded), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_continuous_batching(family):
+    pytest.importorskip("transformers", "5.24", reason="continuous batching is tested with transformers 5.24")
+    eager = models.make(family).eval()
+    options = models.transformers.GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=1)
+    prompts = [[5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15]]
+    ours = with_our_attention(eager, huggingface.FLASH_NAME)
+    small = models.transformers.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64, block_size=8)
+    found = ours.generate_batch(
+        prompts, generation_config=options, continuous_batching_config=small, progress_bar=False
+    )
+    alone = [eager.generate(torch.tensor([prompt]), generation_config=options)[0, len(prompt) :] for prompt in prompts]
+    assert [result.generated_tokens for result in found.values()] == [tokens.tolist() for tokens in alone]
+
+
 def test_positions_that_restart_elsewhere_are_refused():
     q, k, v = (torch.randn(1, 2, 6, 8) for _ in range(3))
     with pytest.raises(ValueError, match="must restart at the smallest"):

@@ -296,6 +296,16 @@ def test_inference_is_unpadded_where_that_of_torch_is(nested):
     assert lengths[1] == (3, 12)
 
 
+def test_recorded_encoders_of_torch_nn_have_the_same_results():
+    ours, x = encoder().eval(), torch.randn(3, 12, 32)
+    tk.patch(ours)
+    recorded = tk.graphed(lambda x, padding: ours(x, src_key_padding_mask=padding), warm_up_calls=1)
+    with torch.no_grad():
+        expected = ours(x, src_key_padding_mask=PADDING)
+    for _ in range(3):
+        torch.testing.assert_close(recorded(x, PADDING), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_encoders_of_torch_nn_that_stay_padded():
     plain = encoder()
     causal = nn.Transformer.generate_square_subsequent_mask(12) == -torch.inf

@@ -221,12 +221,14 @@ def flash_attention_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """`attention_forward` by FlashAttention's contract: sequences may be packed in one row without a mask.
 
-    Their bounds are `cu_seq_lens_q` and `cu_seq_lens_k`, or the restarts of `position_ids` (1, L). Beyond that contract
-    it computes float32, masks of four dimensions and position biases.
+    Their bounds are `cu_seq_lens_q` and `cu_seq_lens_k`, as `generate_batch` gives them too, or the restarts of
+    `position_ids` (1, L). Beyond that contract it computes float32, masks of four dimensions and position biases.
 
     Raises:
         ValueError: as `attention_forward`; positions of packed sequences that do not all restart at the same number.
     """
+    if kwargs.get("cu_seq_lens_q") is not None:
+        kwargs.pop("read_index", None)  # continuous batching has read the keys already
     positions: Any = kwargs.get("position_ids")
     one_row = query.shape[0] == 1 and query.shape[2] == key.shape[2] and may_be_packed(attention_mask)
     if one_row and kwargs.get("cu_seq_lens_q") is None and getattr(positions, "shape", None) == (1, query.shape[2]):
