@@ -13,9 +13,9 @@ FLOORS = (
     ("info",),
     ("verification",),
     ("patching", "pretrained"),
-    ("nn", "huggingface", "_bind"),
+    ("nn", "huggingface", "_bind", "_reproducible"),
     ("ops", "graphs"),
-    ("backends", "_version", "_interruption"),
+    ("backends", "_version", "_interruption", "_exact"),
 )
 """The modules of transformer_kernels, top floor first."""
 

@@ -13,7 +13,7 @@ attention   attention, packed_attention, attention_weights, flex_attention, rota
 norm        layer_norm, rms_norm, add_layer_norm, add_rms_norm
 activation  softmax, gelu, bias_gelu, bias_relu, swiglu, geglu
 products    linear, embedding, cross_entropy, linear_cross_entropy
-numbers     compare, certify
+numbers     compare, certify, reproducible
 backend     explain, use_backend, set_backend, get_backend, BACKENDS, BackendUnavailable, UnsupportedByBackend
 modules     nn: the operations as modules with the state dicts of torch.nn
 
@@ -26,6 +26,7 @@ if _interruption.is_training():
     _interruption.end_on_signals()  # while the imports below load PyTorch, too
 
 from transformer_kernels._bind import bind, build
+from transformer_kernels._reproducible import reproducible
 from transformer_kernels._version import __version__
 from transformer_kernels.backends import dispatch as _dispatch
 from transformer_kernels.backends.dispatch import BACKENDS, explain, get_backend, set_backend, use_backend
@@ -58,6 +59,7 @@ __all__ = [
     "graphed",
     "load_pretrained",
     "patch",
+    "reproducible",
     "set_backend",
     "unpatch",
     "use_backend",
