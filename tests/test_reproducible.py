@@ -13,8 +13,9 @@ from torch import Tensor
 import transformer_kernels as tk
 from tests.support import fresh, reproducible_runs
 from tests.support.arguments import DTYPES, dtype_id
-from transformer_kernels import _exact
 from transformer_kernels.backends import cpu
+from transformer_kernels.ops import _exact
+from transformer_kernels.ops.loss import _calls
 from transformer_kernels.verification.examples import EXAMPLES
 
 if cpu.unavailable(torch.device("cpu")) is not None:
@@ -197,6 +198,24 @@ def test_what_is_not_covered_is_named_once(restored):
             torch.randn(3, 5).erf().erf().relu().sum()
     assert dict(mode.uncovered) == {"aten::erf": 2}
     assert ["aten::erf" in str(warning.message) for warning in warned] == [True]
+
+
+@needs_fused
+def test_operators_inside_of_operations_are_replaced_or_named(restored, monkeypatch):
+    x, weight = wide(12, 20).float(), wide(9, 20, seed=1).float()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with tk.reproducible() as mode:
+            tk.linear(x.half(), weight.half(), backend="cpu")
+    assert set(mode.uncovered) == {"aten::mm"}  # float16
+    monkeypatch.setattr(_calls, "rows_at_once", lambda *_: 5)  # in chunks, by PyTorch's products
+    given = x.requires_grad_(), weight.requires_grad_(), torch.arange(12) % 9
+    with tk.reproducible() as mode:
+        chunks = tk.linear_cross_entropy(*given, backend="cpu")
+        (dx,) = torch.autograd.grad(chunks, x)
+        whole = tk.cross_entropy(tk.linear(*given[:2], backend="cpu"), given[2], backend="cpu")
+    assert not mode.uncovered and torch.equal(chunks, whole)
+    torch.testing.assert_close(dx, torch.autograd.grad(whole, x)[0])
 
 
 @needs_fused

@@ -26,7 +26,6 @@ if _interruption.is_training():
     _interruption.end_on_signals()  # while the imports below load PyTorch, too
 
 from transformer_kernels._bind import bind, build
-from transformer_kernels._reproducible import reproducible
 from transformer_kernels._version import __version__
 from transformer_kernels.backends import dispatch as _dispatch
 from transformer_kernels.backends.dispatch import BACKENDS, explain, get_backend, set_backend, use_backend
@@ -34,6 +33,7 @@ from transformer_kernels.backends.errors import BackendUnavailable, UnsupportedB
 from transformer_kernels.graphs import graphed
 from transformer_kernels.ops import *  # noqa: F403 - every operation; ops/__init__.py lists them
 from transformer_kernels.ops import __all__ as _operations
+from transformer_kernels.ops._reproducible import reproducible
 from transformer_kernels.ops.attention.flex import flex_attention
 from transformer_kernels.patching import accelerate, compile, patch, unpatch
 from transformer_kernels.pretrained import export_pretrained, load_pretrained

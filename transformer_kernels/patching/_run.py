@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from transformer_kernels._reproducible import Reproducible, reproducible
 from transformer_kernels.backends.dispatch import BACKENDS
+from transformer_kernels.ops._reproducible import Reproducible, reproducible
 from transformer_kernels.patching._accelerate import Acceleration, accelerate_everywhere
 from transformer_kernels.patching.graph._everywhere import CompiledEverywhere
 

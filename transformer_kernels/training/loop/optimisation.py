@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from transformer_kernels import _exact
+from transformer_kernels.ops import _exact
 from transformer_kernels.training.config import TrainingConfig
 from transformer_kernels.training.distributed import Processes
 from transformer_kernels.training.loop.muon import Muon, hidden_matrices

@@ -20,9 +20,9 @@ import numpy
 import torch
 from torch import Tensor
 
-from transformer_kernels._reproducible import Reproducible
 from transformer_kernels.backends import cpu
 from transformer_kernels.graphs import Graphs
+from transformer_kernels.ops._reproducible import Reproducible
 from transformer_kernels.training._optional import require
 from transformer_kernels.training.checkpoint import (
     Checkpoint,

@@ -6,11 +6,10 @@ too, and what PyTorch computes beside them is replaced, or named: an operator wh
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ContextDecorator, nullcontext
 from typing import Any
 
 import torch
@@ -18,8 +17,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from transformer_kernels import _exact, ops
 from transformer_kernels.backends import cpu
+from transformer_kernels.ops import _exact
+from transformer_kernels.ops.linear import linear
 
 EXACT = frozenset(
     """
@@ -72,8 +72,13 @@ class Reproducible(TorchDispatchMode):
             found = self._replaced(replacement, base != name, args, kwargs)
             if found is not NotImplemented:
                 return found
-        if not self._is_exact(function, base, args, kwargs):
-            self._note(str(function._schema.name))
+        if self._is_exact(function, base, args, kwargs):
+            return function(*args, **kwargs)
+        with self:  # below autograd, composed operators come as they are
+            found = function.decompose(*args, **kwargs)
+        if found is not NotImplemented:
+            return found
+        self._note(str(function._schema.name))
         return function(*args, **kwargs)
 
     def _replaced(self, replacement: Callable[..., Any], in_place: bool, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -202,7 +207,7 @@ def _is_product(*tensors: Tensor) -> bool:
 @torch.no_grad()
 def _matrix_product(a: Tensor, b: Tensor) -> Tensor:
     with torch.autocast("cpu", enabled=False):
-        return ops.linear(a.contiguous(), b.t().contiguous(), backend="cpu")
+        return linear(a.contiguous(), b.t().contiguous(), backend="cpu")
 
 
 def _product(a: Tensor, b: Tensor) -> Any:
@@ -345,8 +350,23 @@ REPLACED: dict[str, Callable[..., Any]] = {
 }
 
 
-class reproducible:
-    """Within the block, results have the same bits on every CPU: `with tk.reproducible(): train()`.
+class Block(ContextDecorator):
+    """What `reproducible` returns."""
+
+    def __init__(self) -> None:
+        self._mode = Reproducible()
+
+    def __enter__(self) -> Reproducible:
+        self._before = cpu.reproduce(True)
+        return self._mode.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._mode.__exit__(*error)
+        cpu.reproduce(self._before)
+
+
+def reproducible() -> Block:
+    """Within this context, results have the same bits on every CPU: `with tk.reproducible(): train()`.
 
     This package's operations on CPU tensors have one order of additions at every instruction set and number of threads,
     and a row has the bits that it has in any batch. PyTorch's matrix products, sums, random numbers, AdamW and more are
@@ -356,7 +376,7 @@ class reproducible:
     Operations of all threads compute so meanwhile; PyTorch's operators are replaced in this thread.
 
     Returns:
-        the mode, whose `uncovered` counts the calls that were named.
+        a context (or a decorator), which gives the mode; its `uncovered` counts the calls that were named.
 
     Raises:
         BackendUnavailable: the CPU kernels cannot be loaded, or this processor has no fused multiply-add.
@@ -367,23 +387,4 @@ class reproducible:
         >>> dict(mode.uncovered)
         {}
     """
-
-    def __init__(self) -> None:
-        self._mode = Reproducible()
-
-    def __enter__(self) -> Reproducible:
-        self._before = cpu.reproduce(True)
-        self._mode.__enter__()
-        return self._mode
-
-    def __exit__(self, *error: Any) -> None:
-        self._mode.__exit__(*error)
-        cpu.reproduce(self._before)
-
-    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def reproduced(*args: Any, **kwargs: Any) -> Any:
-            with reproducible():
-                return function(*args, **kwargs)
-
-        return reproduced
+    return Block()
