@@ -44,6 +44,7 @@ def test_public_names():
         "graphed",
         "load_pretrained",
         "patch",
+        "reproducible",
         "set_backend",
         "unpatch",
         "use_backend",

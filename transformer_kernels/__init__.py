@@ -13,7 +13,7 @@ attention   attention, packed_attention, attention_weights, flex_attention, rota
 norm        layer_norm, rms_norm, add_layer_norm, add_rms_norm
 activation  softmax, gelu, bias_gelu, bias_relu, swiglu, geglu
 products    linear, embedding, cross_entropy, linear_cross_entropy
-numbers     compare, certify
+numbers     compare, certify, reproducible
 backend     explain, use_backend, set_backend, get_backend, BACKENDS, BackendUnavailable, UnsupportedByBackend
 modules     nn: the operations as modules with the state dicts of torch.nn
 
@@ -33,6 +33,7 @@ from transformer_kernels.backends.errors import BackendUnavailable, UnsupportedB
 from transformer_kernels.graphs import graphed
 from transformer_kernels.ops import *  # noqa: F403 - every operation; ops/__init__.py lists them
 from transformer_kernels.ops import __all__ as _operations
+from transformer_kernels.ops._reproducible import reproducible
 from transformer_kernels.ops.attention.flex import flex_attention
 from transformer_kernels.patching import accelerate, compile, patch, unpatch
 from transformer_kernels.pretrained import export_pretrained, load_pretrained
@@ -58,6 +59,7 @@ __all__ = [
     "graphed",
     "load_pretrained",
     "patch",
+    "reproducible",
     "set_backend",
     "unpatch",
     "use_backend",

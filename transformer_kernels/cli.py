@@ -60,7 +60,9 @@ GROUPS = {  # of the options of every recipe; the others belong to the recipe
         *("batch_size", "accumulate", "optimizer", "lr", "warmup_steps", "schedule", "weight_decay", "beta2", "clip"),
         *("seed", "model"),
     ),
-    "speed and precision": ("backend", "device", "dtype", "compile", "cuda_graph", "threads", "deterministic"),
+    "speed and precision": (
+        *("backend", "device", "dtype", "compile", "cuda_graph", "threads", "deterministic", "reproducible"),
+    ),
     "output": ("out", "log_every", "eval_every", "save_every", "tensorboard", "progress"),
 }
 SAME = {"corpus": "--data", "text": "--data"}  # fields whose option has this name, too

@@ -2,7 +2,7 @@
 
 Each kernel is compiled for several instruction sets (TRANSFORMER_KERNELS_CPU_LEVELS at installation). The widest that
 the processor supports is used, unless TRANSFORMER_KERNELS_CPU_ISA selects another: plain, avx2, avx512, avx512_bf16 or
-amx.
+amx. With TRANSFORMER_KERNELS_REPRODUCIBLE=1 results have the same bits with each of them (`reproduce`).
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import platform
 import sys
 import threading
 from collections import namedtuple
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +27,23 @@ from transformer_kernels.backends.errors import BackendUnavailable
 
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # by_dtype in csrc/cpu/kernel.h
 ENVIRONMENT_VARIABLE = "TRANSFORMER_KERNELS_CPU_ISA"
+REPRODUCIBLE_VARIABLE = "TRANSFORMER_KERNELS_REPRODUCIBLE"
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
 dependents: list[Callable[[], None]] = []
-"""What drops the decisions that depend on the instruction set."""
+"""What drops the decisions that depend on the instruction set, and on whether results are reproducible."""
+
+OWN_ORDER = ("avx512_bf16", "amx")
+"""Instruction sets whose products of bfloat16 have an order of their own: "avx512" has the same bits as "avx2"."""
 
 _lock = threading.Lock()
 dispatch_modes = torch._C._len_torch_dispatch_stack
 _module: Any = None
 _failure: BackendUnavailable | None = None
+_reproducible = False
+_threads = threading.local()
+_level = ""  # in use before results were reproducible
 
 
 def load() -> Any:
@@ -56,7 +64,85 @@ def load() -> Any:
                 _failure = error
     if _failure is not None:
         raise BackendUnavailable(str(_failure)) from _failure.__cause__
+    if wants_reproducible():
+        try:
+            reproduce(True)
+        except BackendUnavailable as error:  # no other backend may take its place
+            raise RuntimeError(f"{REPRODUCIBLE_VARIABLE} is set: {error}") from error
     return _module
+
+
+def is_reproducible() -> bool:
+    """Whether results have the same bits at every instruction set."""
+    return _reproducible
+
+
+def wants_reproducible() -> bool:
+    """Whether TRANSFORMER_KERNELS_REPRODUCIBLE is set, and not to 0."""
+    return os.environ.get(REPRODUCIBLE_VARIABLE, "0") not in ("", "0")
+
+
+def mode() -> AbstractContextManager[Any]:
+    """The mode that replaces or names PyTorch's operators in this thread, also inside of registered operators."""
+    return getattr(_threads, "mode", None) or nullcontext()
+
+
+def set_mode(mode: AbstractContextManager[Any] | None) -> AbstractContextManager[Any] | None:
+    """Set what `mode` returns; returns what it was."""
+    before = getattr(_threads, "mode", None)
+    _threads.mode = mode
+    return before
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Within this context, kernel calls of this thread are not recorded."""
+    module = load()
+    before = module.record_with(None)
+    try:
+        yield
+    finally:
+        module.record_with(before)
+
+
+def _fuses(level: str) -> bool:
+    """Whether the kernels of an instruction set round a product and a sum once."""
+    return level != "plain" or platform.machine().lower() in ("aarch64", "arm64")
+
+
+def reproduce(on: bool) -> bool:
+    """From now on compute results with the same bits at every instruction set, or no longer; returns what was before.
+
+    Products are this package's, of bfloat16 in float32, and a row is computed as in a batch.
+
+    Raises:
+        BackendUnavailable: the kernels cannot be loaded, or none of those built here fuses products with sums.
+    """
+    global _reproducible, _level
+    module, before = load(), _reproducible
+    if on == before:
+        return before
+    if on:
+        used = module.instruction_set()
+        level = "avx512" if used in OWN_ORDER else used
+        if level not in module.built:
+            raise BackendUnavailable(
+                f"reproducible results need the kernels of {level}, which were not built: run "
+                "TRANSFORMER_KERNELS_CPU_LEVELS=present pip install . again"
+            )
+        if not _fuses(level):
+            raise BackendUnavailable(
+                "reproducible results need kernels with a fused multiply-add (AVX2 or newer, or aarch64); "
+                f"those of {level} have none"
+            )
+        _level = used
+    else:
+        level = _level
+    module.reproduce(on)
+    _reproducible = False  # while the level changes
+    module.use(level)
+    _reproducible = on
+    return before
 
 
 @contextmanager
@@ -200,7 +286,13 @@ def _load() -> Any:
 
 
 def _use(switch: Callable[[str], None], level: str) -> None:
-    """Compute with another instruction set, and drop what was decided for the one before."""
+    """Compute with another instruction set, and drop what was decided for the one before.
+
+    Raises:
+        ValueError: it was not built, this processor lacks it, or it has an order of additions of its own meanwhile.
+    """
+    if _reproducible and (level in OWN_ORDER or not _fuses(level)):
+        raise ValueError(f"{level} has an order of additions of its own; end the reproducible block before")
     switch(level)
     for forget in dependents:
         forget()

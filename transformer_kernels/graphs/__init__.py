@@ -341,7 +341,7 @@ def _surroundings() -> Hashable:
     except RuntimeError:  # torch.backends' fp32_precision was set instead
         precision = torch.backends.cuda.matmul.fp32_precision
     modes = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), precision
-    return autocast, get_backend(), dispatch.observer, modes
+    return autocast, get_backend(), dispatch.observer, cpu.is_reproducible(), modes
 
 
 def _fixed(leaf: Any) -> Hashable:

@@ -550,9 +550,10 @@ def in_one_piece(function: Callable[..., None], *arguments: Any) -> None:
 
     It may read values, and shapes of intermediate results may depend on values.
     """
-    mode = torch.utils._python_dispatch._get_current_dispatch_mode()
-    if isinstance(mode, Recording):
-        mode.on_host(function, arguments)
+    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    recording = next((mode for mode in modes if isinstance(mode, Recording)), None)
+    if recording is not None:
+        recording.on_host(function, arguments)
     else:
         function(*arguments)
 
@@ -570,7 +571,7 @@ def _into(function: Any, results: int) -> tuple[Any, list[str]] | None:
     for name in function.overloadpacket.overloads():
         overload = getattr(function.overloadpacket, name)
         arguments = overload._schema.arguments
-        names = [argument.name for argument in arguments if argument.is_out]
+        names = [argument.name for argument in arguments if argument.is_out and str(argument.type) == "Tensor"]
         if len(names) == results and wanted == [
             (argument.name, str(argument.type)) for argument in arguments if not argument.is_out
         ]:

@@ -370,7 +370,8 @@ class Operation:
         """What the operator returns for a call and a backend, unchecked; two outputs may be one tensor."""
         *values, backend = arguments
         call = self.nested(values)
-        outputs = self.kernels(call, backend).forward(call)
+        with cpu.mode():
+            outputs = self.kernels(call, backend).forward(call)
         if self.result is None:
             return outputs
         if any(output is None for output in outputs):
@@ -397,7 +398,8 @@ class Operation:
         """What its gradient's operator returns."""
         call, results, grads, wanted, backend = self._unpacked(arguments)
         call = self._with_shapes(call, results)
-        gradients = self.kernels(call, backend).backward(call, results, grads, wanted)
+        with cpu.mode():
+            gradients = self.kernels(call, backend).backward(call, results, grads, wanted)
         return self._returned(_unaliased(_absent_as_empty(gradients, wanted, grads[0])))
 
     def _fake_backward(self, *arguments: Any) -> Any:

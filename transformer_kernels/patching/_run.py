@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from transformer_kernels.backends.dispatch import BACKENDS
+from transformer_kernels.ops._reproducible import Reproducible, reproducible
 from transformer_kernels.patching._accelerate import Acceleration, accelerate_everywhere
 from transformer_kernels.patching.graph._everywhere import CompiledEverywhere
 
@@ -33,12 +34,16 @@ under torchrun write: torchrun --no-python transformer-kernels run train.py ...
   transformer-kernels run --autocast bfloat16 train.py --steps 100
   transformer-kernels run --compile train.py --steps 100
   transformer-kernels run --certify train.py --steps 100
+  transformer-kernels run --reproducible train.py --steps 100
 
 With --compile each module that the program calls is compiled by torch.compile with the backend "transformer_kernels" at
 its first call, and what it computes by hand is recognised too. What cannot be compiled runs as it is.
 
 With --certify a sample of the operations is checked against float64 meanwhile, by at most 3 % of the time; the result
 is one line, and certificate.json in the folder in which the program was started.
+
+With --reproducible results have the same bits on every CPU with AVX2, at any number of threads: the random numbers,
+products and AdamW of the main thread included. What PyTorch computes in another order is named.
 
 The last line, on the standard error, counts the calls and names what was left to PyTorch.
 """
@@ -64,6 +69,9 @@ def main(arguments: Sequence[str], certify: Callable[[Path], AbstractContextMana
         block.start()
     else:
         block = accelerate_everywhere(chosen.backend)
+    if chosen.reproducible:
+        mode = reproducible().__enter__()
+        atexit.register(_close_reproducible, mode)
     if chosen.autocast is not None:
         _enter_autocast(getattr(torch, chosen.autocast))
     atexit.register(_close, block)
@@ -114,6 +122,11 @@ def _close_certificate(certified: AbstractContextManager[Any], certificate: Any)
     print(f"transformer-kernels: certificate: {certificate}", file=sys.stderr)
 
 
+def _close_reproducible(mode: Reproducible) -> None:
+    named = ", ".join(f"{name} ({count})" for name, count in mode.uncovered.most_common())
+    print(f"transformer-kernels: reproducible, but for: {named or 'nothing'}", file=sys.stderr)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "transformer-kernels run", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -126,6 +139,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--compile", action="store_true", help=recognised)
     checked = "check a sample of the operations against float64, and write certificate.json"
     parser.add_argument("--certify", action="store_true", help=checked)
+    same = "results have the same bits on every CPU; what may differ is named"
+    parser.add_argument("--reproducible", action="store_true", help=same)
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module as a script, as python -m does")
     parser.add_argument(
         "program", nargs=argparse.REMAINDER, metavar="script.py ...", help="the script and its arguments"

@@ -83,6 +83,9 @@ class TrainingConfig:
     threads: int = option(0, "number of PyTorch CPU threads; 0: PyTorch's default (physical cores or OMP_NUM_THREADS)")
     seed: int = option(0, "random seed of initialisation, data order and dropout", fixed=True)
     deterministic: bool = option(False, "use only deterministic PyTorch operators")
+    reproducible: bool = option(
+        False, "weights have the same bits on every CPU with AVX2, at any number of threads", fixed=True
+    )
     steps: int | None = option(None, "total number of optimizer steps")
     epochs: int | None = option(None, "number of epochs, instead of --steps")
     time_limit: Duration | float = option(  # noqa: RUF009

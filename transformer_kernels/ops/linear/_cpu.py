@@ -30,6 +30,9 @@ MIN_ROWS = 256
 MIN_ROWS_ON_AMD, MIN_PRODUCTS_ON_AMD = 32, 1 << 18
 """Rows of x, and rows times elements of the weight, from which products without an activation are worth a call."""
 
+ANY = 1 << 62
+"""Elements: a weight of any size."""
+
 # Written by benchmarks/linear_limits.py.
 LIMITS: dict[tuple[torch.dtype, str, str], tuple[tuple[int, int], ...]] = {
     (torch.float32, "all", ""): ((0, 1 << 19),),
@@ -56,14 +59,14 @@ def multiplies(x: Tensor, weight: Tensor, recorded: bool, forward_alone: bool = 
     """
     if are_few(x.numel() // max(1, x.shape[-1]), weight) or cpu.unavailable(weight.device) is not None:
         return False
-    if not recorded and processor(cpu.load()) != "AMD":
+    if not recorded and processor(cpu.load()) != "AMD" and not cpu.is_reproducible():
         return False
     return 0 < weight.numel() <= largest_weight(x, forward_alone)
 
 
 def are_few(rows: int, weight: Tensor) -> bool:
     """Whether PyTorch's product of so many rows and a weight takes less time."""
-    if rows >= MIN_ROWS:
+    if rows >= MIN_ROWS or cpu.is_reproducible():
         return False
     if rows < MIN_ROWS_ON_AMD or rows * weight.numel() < MIN_PRODUCTS_ON_AMD:
         return True
@@ -78,6 +81,8 @@ def largest_weight(x: Tensor, forward_alone: bool = False) -> int:
 def _limit(x: Tensor, products: str) -> int:
     """Elements of the largest weight for which LIMITS names our products with x, -1 for none."""
     dtype = autocast_dtype(x) or x.dtype
+    if cpu.is_reproducible():
+        return ANY if dtype in (torch.float32, torch.bfloat16) else -1
     steps = LIMITS.get((dtype, products, processor(cpu.load())))
     if steps is None:
         steps = LIMITS.get((dtype, products, ""), ())
@@ -109,6 +114,8 @@ class Kernels(_kernels.Kernels):
 
 def _is_small_batch(call: LinearCall) -> bool:
     x, weight, bias, _ = call
+    if cpu.is_reproducible():  # its sums have an order of their own
+        return False
     if x.numel() > SMALL_BATCH * x.shape[-1] or weight.numel() < MIN_READ or not weight.is_contiguous():
         return False
     return x.dtype is weight.dtype and (bias is None or x.dtype is bias.dtype)

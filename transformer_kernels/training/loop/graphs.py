@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -79,6 +79,7 @@ def recorded_step(
     report: Callable[[str], None],
     graphs: Graphs | None = None,
     exchange: Callable[[], bool] = bool,
+    mode: AbstractContextManager[Any] | None = None,
 ) -> Callable[..., Tensor]:
     """The training step of a run, captured and replayed where that is possible.
 
@@ -89,6 +90,7 @@ def recorded_step(
         report: called with the state of the graphs ("on", or "off: " and the reason), now and when it changes.
         graphs: captures steps, instead of what `config.cuda_graph` selects on this device.
         exchange: as for `TrainingStep`.
+        mode: in which steps run, where they are not replayed.
     """
     state = "on"
     if graphs is None:
@@ -98,7 +100,11 @@ def recorded_step(
         called = wrapped(loss, config, device, processes)
     if graphs is not None:
         check = graphs.on_host(check)
-    step = TrainingStep(called, optimizer, scaler, dtype=config.dtype, clip=config.clip, check=check, exchange=exchange)
+    step: Callable[..., Tensor] = TrainingStep(
+        called, optimizer, scaler, dtype=config.dtype, clip=config.clip, check=check, exchange=exchange
+    )
+    if mode is not None:
+        step = _within(mode, step)
     if graphs is None:
         return step
 
@@ -109,6 +115,14 @@ def recorded_step(
         report(f"off: {reason}")
 
     return Graphed(step, optimizer, graphs=graphs, warm_up_calls=warm_up_steps(processes), failed=failed)
+
+
+def _within(mode: AbstractContextManager[Any], step: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def run(*parts: Batch) -> Tensor:
+        with mode:
+            return step(*parts)
+
+    return run
 
 
 def wrapped(loss: nn.Module, config: TrainingConfig, device: torch.device, processes: Processes) -> nn.Module:

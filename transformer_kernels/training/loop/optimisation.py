@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from transformer_kernels.ops import _exact
 from transformer_kernels.training.config import TrainingConfig
 from transformer_kernels.training.distributed import Processes
 from transformer_kernels.training.loop.muon import Muon, hidden_matrices
@@ -31,8 +32,13 @@ def learning_rate(step: int, total_steps: float, config: TrainingConfig, time_sh
     progress = min(1.0, max(time_share, (step - warmup_steps) / max(1, total_steps - warmup_steps)))
     if config.schedule == "linear":
         return config.lr * min(1.0, warmed) * (1.0 - max(0.0, progress))
-    annealed = FINAL_FRACTION + (1 - FINAL_FRACTION) * 0.5 * (1 + math.cos(math.pi * max(0.0, progress)))
+    annealed = FINAL_FRACTION + (1 - FINAL_FRACTION) * 0.5 * (1 + _cosine(math.pi * max(0.0, progress)))
     return config.lr * min(1.0, warmed) * annealed
+
+
+def _cosine(x: float) -> float:
+    """The same on every machine, as the C library's is not."""
+    return float(_exact.cos(torch.tensor(x, dtype=torch.float64)))
 
 
 def make_optimizer(

@@ -11,7 +11,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,9 @@ import numpy
 import torch
 from torch import Tensor
 
+from transformer_kernels.backends import cpu
 from transformer_kernels.graphs import Graphs
+from transformer_kernels.ops._reproducible import Reproducible
 from transformer_kernels.training._optional import require
 from transformer_kernels.training.checkpoint import (
     Checkpoint,
@@ -118,6 +120,7 @@ class Trainer:
         self.processes = processes or Processes()
         self.device = choose_device(self.config.device, self.processes)
         check_agreement(self.config, self.device, recipe.fingerprint, description(recipe), self.processes)
+        self._mode = _reproducible_mode(self.config, self.device, self.processes)
         available = self.processes.gather(choose_dtype(self.config.dtype, self.device))
         self.config.dtype = available[0] if len(set(available)) == 1 else "float32"  # of "auto"
         if self.config.threads:
@@ -126,7 +129,8 @@ class Trainer:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         seed_everything(self.config.seed)
-        self.model = recipe.build_model().to(self.device)
+        with self._mode or nullcontext():
+            self.model = recipe.build_model().to(self.device)
         seed_everything(self.config.seed + 1 + self.processes.rank)
         self.optimizer = make_optimizer(self.model, self.config, self.device, self.processes)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.config.dtype == "float16")
@@ -142,6 +146,7 @@ class Trainer:
             check=self._check_on_cpu,
             report=self._report_graphs,
             graphs=graphs,
+            mode=self._mode,
             exchange=lambda: self.processes.count > 1 and (recipe.targets_vary or not self.sampler.is_even),
         )
         self._batches = Prefetcher(self._parts, self.device)
@@ -288,7 +293,8 @@ class Trainer:
         rate = learning_rate(self.step_number, self.total_steps, self.config, self._time_share)
         indices = self.sampler.peek()
         self._attempt = (self.step_number + 1, rate, indices)
-        parts = self._batches.take(indices)
+        with self._mode or nullcontext():
+            parts = self._batches.take(indices)
         set_learning_rate(self.optimizer, rate)
         with matrix_products(self.config.dtype):  # the counts of a batch are no part of the step
             outcome = self._run(*(part._replace(tokens=0, positions=None) for part in parts))
@@ -357,7 +363,9 @@ class Trainer:
     def evaluate(self, stop: StopRequest | None = None) -> dict[str, float]:
         """Mean loss and accuracy over the validation data; empty if there is none or a stop was requested."""
         batches = self.recipe.validation_batches(self.device, self.processes)
-        totals = evaluation_totals(self.model, batches, self.config.dtype, lambda: stop is not None and stop.signum > 0)
+        with self._mode or nullcontext():
+            stopped_early = lambda: stop is not None and stop.signum > 0  # noqa: E731
+            totals = evaluation_totals(self.model, batches, self.config.dtype, stopped_early)
         stopped = float(stop is not None and stop.signum > 0)
         loss, correct, count, stopped = self.processes.sum([*totals, stopped])
         return {} if stopped or not count else {"loss": loss / count, "accuracy": correct / count}
@@ -508,6 +516,32 @@ class Trainer:
             raise CheckpointError(
                 f"{folder}: cannot be resumed by {self.processes.count} processes: {error}"
             ) from error
+
+
+def _reproducible_mode(config: Any, device: torch.device, processes: Processes) -> Reproducible | None:
+    """The mode of a run with --reproducible, None of others; kernels of this process are reproducible from here on.
+
+    Raises:
+        ValueError: the run's results depend on more than its options.
+    """
+    config.reproducible = config.reproducible or cpu.wants_reproducible()
+    if not config.reproducible:
+        return None
+    if config.dtype == "auto":
+        config.dtype = "float32"
+    refused = {
+        "--time-limit, as the schedule follows the speed: pass --steps or --epochs": config.time_limit,
+        "--compile": config.compile,
+        "several processes": processes.count > 1,
+        f"--backend {config.backend}: pass cpu": config.backend not in ("auto", "cpu"),
+        f"--device {device.type}: pass cpu": device.type != "cpu",
+        f"--dtype {config.dtype}: pass float32 or bfloat16": config.dtype not in ("float32", "bfloat16"),
+    }
+    for reason, is_given in refused.items():
+        if is_given:
+            raise ValueError(f"--reproducible excludes {reason}")
+    cpu.reproduce(True)
+    return Reproducible()
 
 
 def description(recipe: Recipe) -> dict[str, Any]:
