@@ -56,7 +56,7 @@ class UnpaddedModel(Mixin):
             return False
         for name, value in given.items():
             if name in OF_TOKENS:
-                if value is not None and value.shape[:2] != mask.shape:
+                if value is not None and (value.shape[:2] != mask.shape or value.device != mask.device):
                     return False
             elif name not in HARMLESS and value is not mask and value is not None and value is not False:
                 return False
