@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from transformer_kernels import nn as ours
 from transformer_kernels import ops
-from transformer_kernels.patching import _rotary
-from transformer_kernels.patching._rotary import has_plain_silu, rms_norm_of
+from transformer_kernels.patching import _recognised
+from transformer_kernels.patching._recognised import has_plain_silu, rms_norm_of
 
 __all__ = ["InstalledLayer", "mapping", "name_layers"]
 
@@ -122,11 +122,11 @@ def _known_classes() -> Iterator[tuple[Any, str]]:
         yield from ((getattr(module, kind), name) for kind, name in activations.items())
     models = [module for path, module in sys.modules.items() if path.startswith("transformers.models.")]
     for kind in {kind for module in models for kind in vars(module).values() if _is_layer_of(kind, module)}:
-        if (name := NAMES.get(_rotary.replacement_of(kind))) is not None:
+        if (name := NAMES.get(_recognised.replacement_of(kind))) is not None:
             yield kind, name
 
 
-NAMES: dict[type, str] = {_rotary.RMSNorm: "RMSNorm", _rotary.GatedMLP: "SwiGLUMLP"}
+NAMES: dict[type, str] = {_recognised.RMSNorm: "RMSNorm", _recognised.GatedMLP: "SwiGLUMLP"}
 
 
 def _is_layer_of(kind: Any, module: Any) -> bool:

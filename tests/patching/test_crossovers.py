@@ -21,7 +21,7 @@ from transformer_kernels import huggingface
 from transformer_kernels.backends import cpu, dispatch
 from transformer_kernels.ops import _crossovers
 from transformer_kernels.ops._crossover_table import REROUTED
-from transformer_kernels.patching import _rerouted, _rotary, _torch, _torch_calls, _transformers
+from transformer_kernels.patching import _recognised, _rerouted, _torch, _torch_calls, _transformers
 
 pytest.importorskip("transformers")
 
@@ -209,9 +209,9 @@ REPLACEMENTS = {
 def test_every_patched_class_declares_its_size():
     """Those of torch have an example here; of the others a size or an operation of the table."""
     assert REPLACEMENTS.keys() == _torch.REPLACEMENTS.keys()
-    classes = [*_torch.REPLACEMENTS.values(), *_transformers.REPLACEMENTS.values(), *_rotary.FORMS.values()]
+    classes = [*_torch.REPLACEMENTS.values(), *_transformers.REPLACEMENTS.values(), *_recognised.FORMS.values()]
     names = {name for name, _ in _crossovers.TABLE["avx2"]}
-    for each in (*classes, *_rerouted.MIXINS.values(), _rotary.RotaryAttention):
+    for each in (*classes, *_rerouted.MIXINS.values(), _recognised.RotaryAttention):
         assert each.small_below in names or isinstance(each.small_below, int), each
 
 

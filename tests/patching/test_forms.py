@@ -20,7 +20,7 @@ import transformer_kernels as tk
 from tests.support import transformers_models as models
 from tests.support.arguments import DTYPES
 from tests.support.transformers_models import one_thread  # noqa: F401  # a fixture of every test here
-from transformer_kernels.patching import _forms, _rotary
+from transformer_kernels.patching import _forms, _recognised
 
 transformers = pytest.importorskip("transformers")
 
@@ -172,15 +172,15 @@ def test_changed_code_is_not_recognised(name):
     before, after, kind = ALTERED[name]
     module = altered(lambda source: source.replace(before, after))
     if kind is None:  # the form of another family
-        assert _rotary.replacement_of(module.LlamaRMSNorm) is _rotary.RoundedRMSNorm
+        assert _recognised.replacement_of(module.LlamaRMSNorm) is _recognised.RoundedRMSNorm
     elif kind == "LlamaAttention":
         same = altered(lambda source: source + "\n")
-        assert str(_forms.fingerprint(same.apply_rotary_pos_emb)) in _rotary.ROTATIONS
-        assert str(_forms.fingerprint(module.apply_rotary_pos_emb)) not in _rotary.ROTATIONS
+        assert str(_forms.fingerprint(same.apply_rotary_pos_emb)) in _recognised.ROTATIONS
+        assert str(_forms.fingerprint(module.apply_rotary_pos_emb)) not in _recognised.ROTATIONS
     else:
-        assert _rotary.replacement_of(getattr(module, kind)) is None
+        assert _recognised.replacement_of(getattr(module, kind)) is None
     kinds = {"LlamaRMSNorm", "LlamaMLP", "LlamaDecoderLayer"} - {kind, None if kind else "LlamaRMSNorm"}
-    assert all(_rotary.replacement_of(getattr(module, each)) is not None for each in kinds)
+    assert all(_recognised.replacement_of(getattr(module, each)) is not None for each in kinds)
 
 
 def test_names_comments_and_annotations_do_not_matter():
@@ -191,9 +191,9 @@ def test_names_comments_and_annotations_do_not_matter():
         return source.replace("def forward(self, x):", note).replace("hidden_states: torch.Tensor,", "hidden_states,")
 
     module = altered(renamed)
-    assert _rotary.replacement_of(module.LlamaRMSNorm) is _rotary.RMSNorm
-    assert _rotary.replacement_of(module.LlamaMLP) is _rotary.GatedMLP
-    assert _rotary.replacement_of(module.LlamaDecoderLayer) is _rotary.DecoderLayer
+    assert _recognised.replacement_of(module.LlamaRMSNorm) is _recognised.RMSNorm
+    assert _recognised.replacement_of(module.LlamaMLP) is _recognised.GatedMLP
+    assert _recognised.replacement_of(module.LlamaDecoderLayer) is _recognised.DecoderLayer
 
 
 TABLES = {

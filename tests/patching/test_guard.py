@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import transformer_kernels as tk
 from tests.support import transformers_models as models
 from transformer_kernels.backends.errors import UnsupportedByBackend
-from transformer_kernels.patching import _products, _rerouted, _rotary, _torch, _transformers
+from transformer_kernels.patching import _products, _recognised, _rerouted, _torch, _transformers
 from transformer_kernels.patching._output import OutputLayer
 
 transformers = pytest.importorskip("transformers")
@@ -179,8 +179,8 @@ def test_compiled(name):
 
 def mixins():
     """The names of all classes that replace a class of modules, but for whole models."""
-    found = [*_torch.REPLACEMENTS.values(), *_transformers.REPLACEMENTS.values(), *_rotary.FORMS.values()]
-    found += [*_rerouted.MIXINS.values(), _rotary.RotaryAttention, _products.Linear, OutputLayer]
+    found = [*_torch.REPLACEMENTS.values(), *_transformers.REPLACEMENTS.values(), *_recognised.FORMS.values()]
+    found += [*_rerouted.MIXINS.values(), _recognised.RotaryAttention, _products.Linear, OutputLayer]
     return {kind.__name__ for kind in found} - {"LabelsOutside", "LabelsShiftedIn"}
 
 

@@ -69,6 +69,18 @@ WRITTEN = """
         def forward(self, x):
             return F.silu(x) * x
 
+    class GatedMLP(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.up, self.act = nn.Linear(8, 8), nn.Linear(8, 8), nn.GELU()
+
+        def forward(self, x):
+            return self.act(self.gate(x)) * self.up(x)
+
+    class MLP(GatedMLP):
+        def forward(self, x):
+            return self.up(self.act(self.gate(x)))
+
     class Pooler(nn.Module):
         def forward(self, x):
             return torch.tanh(x[:, 0])
@@ -88,6 +100,8 @@ REASONS = {
     "Norm": "a norm that is written out: its code is not that of a known norm",
     "ByName": "its gelu is called inside its own code",
     "Gated": "there is no operation for silu alone",
+    "GatedMLP": "its code is not that of a known gated MLP",
+    "MLP": None,
     "Pooler": None,
     "Plain": None,
 }

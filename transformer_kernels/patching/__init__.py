@@ -9,7 +9,7 @@ from torch import nn
 
 from transformer_kernels.backends.dispatch import requested, unavailable
 from transformer_kernels.backends.errors import BackendUnavailable
-from transformer_kernels.patching import _rerouted, _rotary, _torch, _transformers
+from transformer_kernels.patching import _recognised, _rerouted, _torch, _transformers
 from transformer_kernels.patching._accelerate import Acceleration, accelerate
 from transformer_kernels.patching._code import calls_of
 from transformer_kernels.patching._left import left_modules, remedy
@@ -156,5 +156,5 @@ def _mixin_of(module: nn.Module) -> Any:
     if (by_class := _torch.REPLACEMENTS.get(original_class(module))) is not None:
         return by_class
     path = class_path(module)
-    known = _transformers.REPLACEMENTS.get(path) or _rotary.replacement_for(module)
+    known = _transformers.REPLACEMENTS.get(path) or _recognised.replacement_for(module)
     return known or _rerouted.mixin_of(original_class(module))

@@ -13,8 +13,8 @@ from torch import nn
 
 from transformer_kernels.patching._output import OutputLayer
 from transformer_kernels.patching._products import Linear
+from transformer_kernels.patching._recognised import RotaryAttention, rotates_by_tables
 from transformer_kernels.patching._report import Row
-from transformer_kernels.patching._rotary import RotaryAttention, rotates_by_tables
 from transformer_kernels.patching._swap import Mixin, Patched, is_plain, original_class, swap
 from transformer_kernels.patching._transformers import LOSSES
 

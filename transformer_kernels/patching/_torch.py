@@ -11,7 +11,7 @@ from transformer_kernels import nn as ours
 from transformer_kernels import ops
 from transformer_kernels.patching._fused import activated, add_norm, dropped
 from transformer_kernels.patching._real_tokens import RealTokens, zeroed
-from transformer_kernels.patching._rotary import rms_norm_of
+from transformer_kernels.patching._recognised import rms_norm_of
 from transformer_kernels.patching._swap import is_plain
 
 
