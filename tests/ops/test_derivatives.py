@@ -163,6 +163,40 @@ def test_transforms(op, backend, device):
     torch.testing.assert_close(along, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@OPERATIONS
+def test_derivatives_in_bfloat16(op, backend, device):
+    """Within the RMS limit of the outputs, three times for second derivatives: statistics are in float32."""
+    require(op, backend, device, torch.bfloat16)
+    results = []
+    for dtype in (torch.bfloat16, torch.float64):
+        function, inputs = of_tensors(op, dtype, 16, 32, False, backend=backend if dtype is torch.bfloat16 else "torch")
+        rounded = of_tensors(op, torch.bfloat16, 16, 32)[1]
+        inputs, tangents = ([x.to(dtype) for x in given] for given in (rounded, [x.cos() for x in rounded]))
+        along = parts(jvp(function, tuple(inputs), tuple(tangents))[1])
+        leaves = [x.requires_grad_() for x in inputs]
+        loss = sum(part.double().square().sum() for part in parts(function(*leaves)))
+        grads = torch.autograd.grad(loss, leaves, create_graph=True)
+        second = torch.autograd.grad(sum(x.double().square().sum() for x in grads), leaves)
+        results.append((along, grads, second))
+    for got, want, limit in zip(*results, (1.5e-2, 3e-2, 6e-2), strict=True):
+        for one, other in zip(got, want, strict=True):
+            error = (one.double() - other).square().mean().sqrt() / other.square().mean().sqrt().clamp_min(1e-3)
+            assert error <= limit
+
+
+@OPERATIONS
+def test_a_tangent_of_what_is_also_recorded(op):
+    """Forward over reverse: the tangents are differentiated by autograd."""
+    function, inputs = of_tensors(op, torch.float64, dropout=False)
+    leaf = inputs[0].clone().requires_grad_()
+    tangent = inputs[0].cos()
+    along = jvp(lambda x: scalar(function(x, *inputs[1:])), (leaf,), (tangent,))[1]
+    (mixed,) = torch.autograd.grad(along, leaf)
+    loss = lambda x: scalar(function(x, *inputs[1:]))  # noqa: E731
+    torch.testing.assert_close(mixed, torch.autograd.functional.vhp(loss, inputs[0], tangent)[1])
+
+
 @OPERATIONS
 def test_hessian_is_that_of_double_backward(op):
     function, inputs = of_tensors(op, torch.float64, 2, 4, dropout=False)
@@ -430,6 +464,7 @@ def test_memory_of_double_backward_is_linear(op, backend, device, monkeypatch):
     """No scores or logits are kept between the passes, beyond those of a block."""
     require(op, backend, device, torch.float32)
     monkeypatch.setattr(_composed, "SCORES_AT_ONCE", 1)
+    monkeypatch.setattr(_composed, "MIN_ROWS", 32)
     monkeypatch.setattr(_calls, "rows_at_once", lambda *_: 16)
     length, kept = 512, weakref.WeakSet()
 

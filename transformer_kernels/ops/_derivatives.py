@@ -7,10 +7,12 @@ no kernel has is the derivative of that.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.autograd import forward_ad
 
 from transformer_kernels.ops._plan import functorch_is_active
@@ -26,6 +28,42 @@ def is_transformed(values: Iterable[Any]) -> bool:
     return forward_ad._current_level >= 0 and any(
         isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None for value in values
     )
+
+
+def split(values: Sequence[Any]) -> tuple[list[Any], list[Tensor | None]] | None:
+    """The values without tangents, and these; None unless forward-mode AD, once, is all that is asked for."""
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    if len(stack) > 1 or (stack and stack[0].key() != torch._C._functorch.TransformType.Jvp):
+        return None
+    primals = list(values)
+    tangents: list[Tensor | None] = [None] * len(values)
+    for i, value in enumerate(values):
+        if isinstance(value, Tensor):
+            pair = forward_ad.unpack_dual(value) if value.is_floating_point() else (value, None)
+            if stack:
+                level = stack[0].level()
+                pair = tuple(x if x is None else torch._C._functorch._unwrap_for_grad(x, level) for x in pair)
+            recorded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in pair)
+            if recorded or are_batched(pair):
+                return None
+            primals[i], tangents[i] = pair
+    return primals, tangents
+
+
+def contiguous(tangent: Tensor | None) -> Tensor:
+    """A tangent in the layout of kernels."""
+    assert tangent is not None
+    return tangent.resolve_neg().contiguous()
+
+
+def joined(outputs: Iterable[Tensor], tangents: Iterable[Tensor]) -> Outputs:
+    """The outputs with their tangents, in the transform that is active."""
+    return tuple(forward_ad.make_dual(y, dy) for y, dy in zip(outputs, tangents, strict=True))
+
+
+def below() -> AbstractContextManager[Any]:
+    """A context below the transform that is active, in which tensors are memory."""
+    return temporarily_pop_interpreter_stack() if functorch_is_active() else nullcontext()
 
 
 def is_differentiated_again() -> bool:

@@ -40,6 +40,14 @@ class Call:
         first ones that kernels compute."""
         raise NotImplementedError
 
+    tangents: ClassVar[Callable[..., tuple[Tensor, ...]] | None] = None
+    """(call, kernels, result, the tangent or None of each differentiable field) -> the tangents of the public outputs,
+    by a backend's kernels. None: those of `in_pytorch`."""
+
+    def has_tangents(self, given: tuple[Tensor | None, ...]) -> bool:
+        """Whether `tangents` supports the call and these tangents."""
+        return True
+
     def second_order(self, result: Any, grads: Grads, wanted: Wanted) -> tuple[Tensor | None, ...] | None:
         """The gradients, differentiable, from a call without its `dropped` fields; None: those of `in_pytorch`, in
         which the kept results stand for these fields."""

@@ -21,7 +21,15 @@ from torch.compiler import is_compiling
 from transformer_kernels.backends import cpu, dispatch
 from transformer_kernels.backends.errors import UnsupportedByBackend
 from transformer_kernels.ops import _crossovers, _plan
-from transformer_kernels.ops._derivatives import are_batched, differentiated, is_differentiated_again, is_transformed
+from transformer_kernels.ops._derivatives import (
+    are_batched,
+    below,
+    differentiated,
+    is_differentiated_again,
+    is_transformed,
+    joined,
+    split,
+)
 from transformer_kernels.ops._kernels import Adapter, Call, Kernels, Wanted
 from transformer_kernels.ops._plan import any_autocast, dispatch_modes, functorch_is_active, is_jit_tracing, items
 
@@ -239,8 +247,28 @@ class Operation:
                     f"{self.name}: backend {name!r} does not support vmap, the transforms of torch.func and "
                     "forward-mode AD; use backend='auto', 'torch' or 'cpu', which compute them by PyTorch's operators"
                 )
-        outputs = call.in_pytorch(public)
+        outputs = self._with_tangents(call, backend, public) or call.in_pytorch(public)
         return outputs[0] if public == 1 else outputs
+
+    def _with_tangents(self, call: Any, backend: str | None, public: int) -> tuple[Tensor, ...] | None:
+        """The outputs by the kernels and their tangents, where no other derivative is asked for; else None."""
+        if self.call.tangents is None or is_compiling() or call.is_empty():
+            return None
+        found = split(self.flat(call))
+        if found is None:
+            return None
+        primals, moved = found
+        given = tuple(moved[i] for i in self.differentiable)
+        others = any(x is not None and i not in self.differentiable for i, x in enumerate(moved))
+        if others or is_traced(primals[0]) or not call.has_tangents(given):
+            return None
+        with below(), without_autocast(primals[0]):
+            plain = self.nested(primals)
+            kernels = self.kernels(plain, backend)
+            results = kernels.forward(plain)
+            tangents = plain.tangents(kernels, results, given)
+        outputs = (results,) if self.result is None else results[:public]
+        return joined(outputs, tangents[:public])
 
     def differentiated(self, call: Any, results: Any, grads: tuple[Any, ...], wanted: Wanted) -> tuple[Any, ...]:
         """The gradients by PyTorch's operators, from what was kept: differentiable once more."""

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from transformer_kernels.ops import _checks, _operation
 from transformer_kernels.ops._crossovers import Native
-from transformer_kernels.ops._kernels import Grads, Wanted, record
+from transformer_kernels.ops._derivatives import Parts, contiguous
+from transformer_kernels.ops._kernels import Grads, Kernels, Wanted, record
 
 GELU_KINDS = {"none": "gelu", "tanh": "gelu_tanh"}
 """The kind of each `approximate`."""
@@ -57,6 +58,24 @@ class ActivationCall(NamedTuple):
         x = x.to(wide) if self.bias is None else x.to(wide) + self.bias
         y = x * torch.sigmoid(x) if self.kind == "silu" else activated(x, self.kind)  # forward AD lacks silu_backward
         return ((y if up is None else y * up).to(self.x.dtype),)
+
+    def tangents(self, kernels: Kernels, y: Tensor, given: Parts) -> tuple[Tensor]:
+        """The tangents times what backward multiplies the incoming gradient by."""
+        dx, dbias, dup = given
+        result = y if self.drops() else None
+        if not self.gated:
+            dx = dx if dbias is None else dbias.expand(self.x.shape) if dx is None else dx + dbias.to(dx.dtype)
+            dy = contiguous(dx if dx is None else dx.to(self.x.dtype))
+            return kernels.backward(self, result, (dy,), (True, False, False))[:1]  # type: ignore[return-value]
+        by_x, _, by_up = kernels.backward(self, None, (torch.ones_like(y),), (True, False, True))
+        if self.up is None:
+            assert by_x is not None and dx is not None
+            return (by_x.mul_(dx).unflatten(-1, (2, -1)).sum(dim=-2),)
+        (by, x), *others = ((by, x) for by, x in ((by_x, dx), (by_up, dup)) if by is not None and x is not None)
+        moved = by.mul_(x)
+        for by, x in others:
+            moved.addcmul_(by, x)
+        return (moved,)
 
     def second_order(self, y: Tensor | None, grads: Grads, wanted: Wanted) -> tuple[Tensor | None, ...] | None:
         """Those of ReLU, from y: linear in the incoming gradient and piecewise constant in x."""

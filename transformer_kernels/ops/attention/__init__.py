@@ -10,9 +10,10 @@ from torch import Tensor
 
 from transformer_kernels.ops import _checks, _operation
 from transformer_kernels.ops._crossovers import Native
+from transformer_kernels.ops._derivatives import Parts
 from transformer_kernels.ops._dropout import draw_seed
-from transformer_kernels.ops._kernels import record
-from transformer_kernels.ops.attention._composed import composed
+from transformer_kernels.ops._kernels import Kernels, record
+from transformer_kernels.ops.attention._composed import composed, moved
 from transformer_kernels.ops.attention._sinks import WithSinks
 from transformer_kernels.ops.attention._structure import hides, understood
 from transformer_kernels.ops.attention.scores import (
@@ -50,6 +51,13 @@ class AttentionCall(NamedTuple):
 
     def in_pytorch(self, outputs: int) -> tuple[Tensor, ...]:
         return composed(self, outputs > 1)
+
+    def has_tangents(self, given: Parts) -> bool:
+        return self.seed is None and self.scores.softcap == 0.0 and given[3] is None and given[4] is None
+
+    def tangents(self, kernels: Kernels, result: AttentionResult, given: Parts) -> tuple[Tensor, ...]:
+        """In blocks of queries, from the output of the kernels."""
+        return moved(self, result.out, given)
 
     def empty_gradients(self) -> tuple[Tensor | None, ...]:
         layout = torch.contiguous_format

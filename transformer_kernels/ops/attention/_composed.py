@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,31 +24,80 @@ if TYPE_CHECKING:
 SCORES_AT_ONCE = 1 << 19
 """Of a block of queries."""
 
-MIN_ROWS = 32
+MIN_ROWS = 64
 """Queries of a block: fewer would read keys and values too often."""
 
 
 def composed(call: AttentionCall, with_lse: bool) -> tuple[Tensor, ...]:
     """out (B, Hq, Lq, D), and lse (B, Hq, Lq) if required."""
     q, k, scores = call.q, call.k, call.scores
-    heads, wide = q.shape[1], torch.promote_types(q.dtype, torch.float32)
-    padding = scores.key_padding_mask
-    query, key, value = (x.to(wide) for x in (q, k, call.v))
+    wide = torch.promote_types(q.dtype, torch.float32)
+    query = q.to(wide)
+    key, value = _shown(call, k), _shown(call, call.v)
     bias, sinks = (x if x is None else x.to(wide) for x in (scores.bias, scores.sinks))
-    if padding is not None:  # NaN there reaches no result
-        key, value = (x.masked_fill(~padding[:, None, :, None], 0.0) for x in (key, value))
-    key, value = (repeat_heads(x, heads) for x in (key, value))
-    blocks, end = [], 0
-    for span, keys in spans(scores, q.shape[2], k.shape[2]):
-        rows = max(MIN_ROWS, SCORES_AT_ONCE // max(1, q.shape[0] * heads * (keys.stop - keys.start)))
-        for first in range(span.start, span.stop, rows):
-            own = slice(first, min(first + rows, span.stop))
-            blocks.append(_block(call, own, keys, keys.stop - span.stop, with_lse))
-        end = span.stop
-    if end < q.shape[2] or not blocks:
-        blocks.append(_block(call, slice(end, q.shape[2]), slice(0, 0), 0, with_lse))
+    blocks = [_block(call, place, with_lse) for place in _places(call)]
     out, *lse = blockwise(blocks, 2, query, key, value, bias, sinks)
     return out.to(q.dtype), *lse
+
+
+def moved(call: AttentionCall, out: Tensor, tangents: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+    """The tangents of out and lse for those of q, k and v, without dropout and softcap.
+
+    With P the weights and S' = scale (q' k^T + q k'^T), r = rowsum(P * S') is that of lse, and that of out is
+    (P * S') v - r * out + P v'.
+    """
+    scores, wide = call.scores, torch.promote_types(call.q.dtype, torch.float32)
+    q, k, v = call.q.to(wide), _shown(call, call.k), _shown(call, call.v)
+    bias, sinks = (x if x is None else x.to(wide) for x in (scores.bias, scores.sinks))
+    dq = torch.zeros_like(q) if tangents[0] is None else tangents[0].to(wide)
+    dk, dv = (None if x is None else _shown(call, x) for x in tangents[1:3])
+    both = dq if dk is None else torch.cat((dq, q), dim=-1)
+    keys = k if dk is None else torch.cat((k, dk), dim=-1)
+    dout, dlse = torch.empty_like(q), q.new_empty(q.shape[:3])
+    for place in _places(call):
+        rows, own = place.rows, place.seen_keys
+        if own.start == own.stop:
+            dout[:, :, rows], dlse[:, :, rows] = 0.0, 0.0
+            continue
+        (weights,) = _weights(call, place, q[:, :, rows], k[:, :, own], rows_and_keys(rows, own, bias), sinks)
+        changes = torch.matmul(both[:, :, rows], keys[:, :, own].mT).mul_(scores.scale).mul_(weights)
+        change = torch.sum(changes, dim=-1, keepdim=True, out=dlse[:, :, rows].unsqueeze(-1))
+        part = torch.matmul(changes, v[:, :, own]).addcmul_(change, out[:, :, rows].to(wide), value=-1)
+        dout[:, :, rows] = part if dv is None else part.add_(weights @ dv[:, :, own])
+    return dout.to(call.q.dtype), dlse
+
+
+def _shown(call: AttentionCall, x: Tensor) -> Tensor:
+    """Keys, values or tangents of these, in float32 or wider, for each query head; 0 where they are padding."""
+    x, padding = x.to(torch.promote_types(x.dtype, torch.float32)), call.scores.key_padding_mask
+    x = x if padding is None else x.masked_fill(~padding[:, None, :, None], 0.0)
+    return repeat_heads(x, call.q.shape[1])
+
+
+class _Place(NamedTuple):
+    """Some queries, and the keys that they may see; query i is aligned to key i + shift."""
+
+    rows: slice
+    seen_keys: slice
+    shift: int
+    may_be_hidden: bool  # by the limits of a window
+
+
+def _places(call: AttentionCall) -> list[_Place]:
+    """The blocks of queries of each sequence, and what follows them."""
+    scores, (batch, heads, queries, _) = call.scores, call.q.shape
+    places, end = [], 0
+    for span, keys in spans(scores, queries, call.k.shape[2]):
+        step = max(MIN_ROWS, SCORES_AT_ONCE // max(1, batch * heads * (keys.stop - keys.start)))
+        shift, end = keys.stop - span.stop, span.stop
+        for start in range(span.start, span.stop, step):
+            stop = min(start + step, span.stop)
+            first, last = max(keys.start, start + shift - scores.left), min(keys.stop, stop + shift + scores.right)
+            seen = slice(first, last) if first < last and call.q.numel() else slice(0, 0)
+            places.append(_Place(slice(start, stop), seen, shift, start + shift < keys.start))
+    if end < queries or not places:
+        places.append(_Place(slice(end, queries), slice(0, 0), 0, False))
+    return places
 
 
 def spans(scores: Scores, queries: int, keys: int) -> list[tuple[slice, slice]]:
@@ -61,43 +110,58 @@ def spans(scores: Scores, queries: int, keys: int) -> list[tuple[slice, slice]]:
     return [pair for pair in zip(own, other, strict=True) if any(part.start != part.stop for part in pair)]
 
 
-def rows_and_keys(rows: slice, keys: slice, x: Tensor) -> Tensor:
-    """The part of a bias or mask with four axes, which broadcast, for these queries and keys."""
+def rows_and_keys(rows: slice, keys: slice, x: Any) -> Any:
+    """The part of a bias or mask with four axes, which broadcast, for these queries and keys; None of None."""
+    if x is None:
+        return None
     x = x if x.shape[2] == 1 else x[:, :, rows]
     return x if x.shape[3] == 1 else x[..., keys]
 
 
-def _block(call: AttentionCall, rows: slice, keys: slice, shift: int, with_lse: bool) -> Block:
-    """out and lse of some queries, of which query i is aligned to key i + shift, for these keys."""
-    scores, device, seed = call.scores, call.q.device, call.seed
-    first, end = max(keys.start, rows.start + shift - scores.left), min(keys.stop, rows.stop + shift + scores.right)
-    seen_keys = slice(first, end) if first < end else slice(0, 0)
+def _block(call: AttentionCall, place: _Place, with_lse: bool) -> Block:
+    """out and lse of some queries."""
+    rows, keys, seed = place.rows, place.seen_keys, call.seed
 
     def attended(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None) -> Parts:
-        if first >= end or not q.numel():
+        if keys.start == keys.stop:
             return _zeros(q, v, with_lse)
-        seen = _visible(scores, rows, seen_keys, shift, device)
-        products = capped((q @ k.transpose(-2, -1)) * scores.scale, scores.softcap)
-        products = products if bias is None else products + bias
-        if scores.alibi_slopes is not None:
-            products = products - scores.alibi_slopes * _distances(rows, seen_keys, shift, device).abs()
-        weights, *lse = normalised(products, seen, seen is not None or bias is not None, sinks, with_lse)
+        weights, *lse = _weights(call, place, q, k, bias, sinks, with_lse)
         if seed is not None:
-            region = 0, math.prod(q.shape[:2]), rows.stop - rows.start, end - first, rows.start, first
+            region = 0, math.prod(q.shape[:2]), q.shape[2], k.shape[2], rows.start, keys.start
             dropped = dropped_in(seed, call.dropout_p, region).view(weights.shape)
             weights = weights.masked_fill(dropped, 0.0) * keep_scale(call.dropout_p)
         return weights @ v, *lse
 
     def take(tensors: Sequence[Any]) -> Parts:
         q, k, v, bias, sinks = tensors
-        own = zip((q, k, v), (rows, seen_keys, seen_keys), strict=True)
-        bias = None if bias is None else rows_and_keys(rows, seen_keys, bias)
-        return *(None if x is None else _narrowed(x, part) for x, part in own), bias, sinks
+        own = zip((q, k, v), (rows, keys, keys), strict=True)
+        parts = (None if x is None else _narrowed(x, part) for x, part in own)
+        return *parts, rows_and_keys(rows, keys, bias), sinks
 
     def give(outputs: Sequence[Any]) -> Parts:
         return tuple(None if x is None else _narrowed(x, rows) for x in outputs)
 
     return Block(attended, take, give)
+
+
+def _weights(
+    call: AttentionCall,
+    place: _Place,
+    q: Tensor,
+    k: Tensor,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    with_lse: bool = False,
+) -> tuple[Tensor, ...]:
+    """The weights of a block, and lse."""
+    scores, (rows, keys, shift, may_be_hidden) = call.scores, place
+    products = capped((q * scores.scale) @ k.mT, scores.softcap)
+    products = products if bias is None else products + bias
+    if scores.alibi_slopes is not None:
+        products = products - scores.alibi_slopes * _distances(rows, keys, shift, q.device).abs()
+    masks = bias, scores.mask, scores.key_ranges, scores.key_padding_mask
+    may_be_hidden = may_be_hidden or any(mask is not None for mask in masks)
+    return normalised(products, _visible(scores, rows, keys, shift, q.device), may_be_hidden, sinks, with_lse)
 
 
 def normalised(

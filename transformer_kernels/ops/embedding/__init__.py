@@ -10,6 +10,7 @@ from torch import Tensor
 from transformer_kernels.ops import _checks, _operation
 from transformer_kernels.ops._dropout import draw_seed, dropped_rows
 from transformer_kernels.ops._kernels import record
+from transformer_kernels.ops.norm import normed
 
 OP = "embedding"
 
@@ -48,8 +49,7 @@ class EmbeddingCall(NamedTuple):
                 else embedded(self.position_ids, self.positions)
             )
         if self.norm_weight is not None:
-            bias = None if self.norm_bias is None else self.norm_bias.to(wide)
-            y = torch.nn.functional.layer_norm(y, self.norm_weight.shape, self.norm_weight.to(wide), bias, self.eps)
+            y = normed(y, self.norm_weight, self.norm_bias, self.eps, True)
         y = y.to(self.weight.dtype)
         return (y if self.seed is None else dropped_rows(y, self.seed, self.dropout_p),)
 

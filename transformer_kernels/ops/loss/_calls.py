@@ -83,6 +83,15 @@ class CrossEntropyCall(NamedTuple):
         statistics = logits.new_empty((2, math.prod(logits.shape[:-1])), dtype=dtype)
         return CrossEntropyResult(loss, statistics, logits.new_empty((), dtype=dtype))
 
+    def tangents(self, kernels: Kernels, result: CrossEntropyResult, given: Parts) -> tuple[Tensor]:
+        """The gradient times the tangent, summed over each row, or over all."""
+        dlogits = kernels.backward(self, result, (torch.ones_like(result.loss),), (True,))[0]
+        assert dlogits is not None and given[0] is not None
+        wide = result.loss.dtype
+        if self.reduction == "none":
+            return ((dlogits.to(wide) * given[0]).sum(dim=-1),)
+        return (torch.dot(dlogits.view(-1).to(wide), given[0].reshape(-1).to(wide)),)
+
     def check_when_run(self) -> None:
         """All targets are classes or ignored."""
         if not self.targets.is_floating_point():

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from transformer_kernels.ops import _checks, _operation
 from transformer_kernels.ops._crossovers import Native
-from transformer_kernels.ops._derivatives import differentiated
+from transformer_kernels.ops._derivatives import Parts, contiguous, differentiated
 from transformer_kernels.ops._dropout import draw_seed, dropped_rows
-from transformer_kernels.ops._kernels import Grads, Wanted, record
+from transformer_kernels.ops._kernels import Grads, Kernels, Wanted, record
 
 
 @record
@@ -58,30 +58,57 @@ class NormCall(NamedTuple):
 
     def in_pytorch(self, outputs: int) -> tuple[Tensor, ...]:
         summed = self.x if self.residual is None else self._dropped(self.x) + self.residual
-        x, weight = (tensor.to(torch.promote_types(self.x.dtype, torch.float32)) for tensor in (summed, self.weight))
-        if self.centred:
-            bias = None if self.bias is None else self.bias.to(x.dtype)
-            y = torch.nn.functional.layer_norm(x, weight.shape, weight, bias, self.eps)
-        else:
-            y = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self.eps) * weight
+        y = normed(summed, self.weight, self.bias, self.eps, self.centred)
         return y.to(self.x.dtype), summed
+
+    def tangents(self, kernels: Kernels, result: NormResult, given: Parts) -> tuple[Tensor, ...]:
+        """Those of a norm without parameters have a symmetric Jacobian: backward's, times the weight."""
+        dx, dresidual, dweight, dbias = given
+        alone = self._replace(weight=torch.ones_like(self.weight), bias=None, residual=None, seed=None)
+        alone = alone._replace(x=self.x if result.summed is None else result.summed)
+        wide = result.rstd.dtype
+        terms = [x for x in (None if dx is None else self._dropped(dx), dresidual) if x is not None]
+        dsummed = sum(terms[1:], terms[0]) if terms else torch.zeros_like(self.x)
+        moved = torch.zeros_like(self.x, dtype=wide)
+        if terms:
+            dy = contiguous(dsummed), *[None] * (self.residual is not None)
+            kept = alone._replace(residual=self.residual)
+            found = kernels.backward(kept, result, dy, (True, False, False, False))[0]
+            assert found is not None
+            moved = found.to(wide).mul_(self.weight)
+        if dweight is not None:
+            moved.addcmul_(kernels.forward(alone).y.to(wide), dweight.to(wide))
+        if dbias is not None:
+            moved.add_(dbias)
+        return moved.to(self.x.dtype), dsummed
 
     def second_order(self, result: NormResult, grads: Grads, wanted: Wanted) -> tuple[Tensor | None, ...] | None:
         """Those of a norm after an addition, from the sum."""
         if result.summed is None:
             return None
 
-        def normed(summed: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+        def of_sum(summed: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
             return self._replace(x=summed, residual=None, weight=weight, bias=bias).in_pytorch(1)
 
         given = result.summed, self.weight, self.bias
-        dsummed, *others = differentiated(normed, given, grads[:1], (True, *wanted[2:]))
+        dsummed, *others = differentiated(of_sum, given, grads[:1], (True, *wanted[2:]))
         assert dsummed is not None
         dsummed = dsummed if len(grads) == 1 or grads[1] is None else dsummed + grads[1]
         return self._dropped(dsummed), dsummed, *others
 
     def _dropped(self, x: Tensor) -> Tensor:
         return x if self.seed is None else dropped_rows(x, self.seed, self.dropout_p)
+
+
+def normed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool) -> Tensor:
+    """The norm of rows in float32 or wider, by differentiable operators.
+
+    PyTorch's layer_norm is not one: its derivative in forward mode is a constant for autograd (torch 2.13).
+    """
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    x = x - x.mean(dim=-1, keepdim=True) if centred else x
+    y = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) * weight
+    return y if bias is None else y + bias
 
 
 class NormResult(NamedTuple):

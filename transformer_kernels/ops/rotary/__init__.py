@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from transformer_kernels.ops import _checks, _operation
+from transformer_kernels.ops._derivatives import Parts, contiguous
 from transformer_kernels.ops._kernels import Grads, Kernels, Wanted, record
 from transformer_kernels.ops.attention.scores import last_axis_contiguous
 
@@ -29,6 +30,12 @@ class RotaryCall(NamedTuple):
 
     def in_pytorch(self, outputs: int) -> tuple[Tensor, Tensor]:
         return rotated(self, self.q), rotated(self, self.k)
+
+    def tangents(self, kernels: Kernels, result: RotaryResult, given: Parts) -> tuple[Tensor, ...]:
+        """The tangents rotated."""
+        q, k = (torch.zeros_like(x) if dx is None else contiguous(dx) for x, dx in zip(self[:2], given, strict=True))
+        moved: RotaryResult = kernels.forward(self._replace(q=q, k=k))
+        return moved
 
     def is_empty(self) -> bool:
         return not (self.q.numel() and self.k.numel())

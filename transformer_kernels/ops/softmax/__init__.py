@@ -10,7 +10,8 @@ from torch import Tensor
 
 from transformer_kernels.ops import _checks, _operation
 from transformer_kernels.ops._crossovers import Native
-from transformer_kernels.ops._kernels import Grads, Wanted, record
+from transformer_kernels.ops._derivatives import Parts, contiguous
+from transformer_kernels.ops._kernels import Grads, Kernels, Wanted, record
 from transformer_kernels.ops._visible import causal_mask
 
 OP = "softmax"
@@ -45,6 +46,10 @@ class SoftmaxCall(NamedTuple):
         if causal:
             scores = scores.masked_fill(~causal_mask(x.shape[-2], x.shape[-1], x.device), -math.inf)
         return (torch.ops.aten._safe_softmax.default(scores, -1).to(x.dtype),)
+
+    def tangents(self, kernels: Kernels, y: Tensor, given: Parts) -> tuple[Tensor]:
+        """Those of backward: the Jacobian is symmetric."""
+        return kernels.backward(self, y, (contiguous(given[0]),), (True,))[:1]  # type: ignore[return-value]
 
     def second_order(self, y: Tensor, grads: Grads, wanted: Wanted) -> tuple[Tensor | None]:
         """scale * y * (dy - sum(dy * y)), whose path to x is that of y."""
