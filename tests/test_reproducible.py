@@ -382,3 +382,51 @@ sys.exit(main(["run", "--backend", "cpu", "--reproducible", {str(tmp_path / "pro
     ]
     assert found[0].stdout == found[1].stdout != ""
     assert all(re.findall("reproducible: (.*) is computed", each.stderr) == ["aten::erf"] for each in found)
+
+
+@needs_fused
+def test_a_step_that_is_recorded_in_a_block_has_the_bits_of_eager_ones(restored):
+    def weights(wrapped):
+        torch.manual_seed(0)
+        with tk.reproducible() as mode:
+            model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Linear(30, 7))
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+
+            def step(x):
+                loss = model(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                return loss
+
+            called = wrapped(step, optimizer)
+            losses = [called(torch.randn(8, 20)).item() for _ in range(5)]
+        assert not mode.uncovered
+        return losses, hashable(*model.parameters())
+
+    (eager, before), (recorded, after) = weights(lambda step, _: step), weights(tk.graphed)
+    assert eager == recorded and all(map(torch.equal, before, after))
+
+
+@needs_fused
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("aten::normal", lambda x: torch.normal(x, 1.0)),
+        ("aten::normal", lambda x: torch.normal(0.0, 1.0, (3,))),
+        ("aten::linspace", lambda x: torch.linspace(0, 1, 7)),
+        ("aten::arange", lambda x: torch.arange(0, 1, 0.1)),
+        ("aten::index_put", lambda x: x.index_put((torch.tensor([0, 0]),), x[:2], accumulate=True)),
+        ("aten::add", lambda x: x.add(1.0, alpha=0.3)),
+        ("aten::exp2", lambda x: torch.arange(3).exp2()),
+        ("", lambda x: torch.randint(9, (3,)) + torch.arange(3.0) + torch.randperm(3) + x[:3].bernoulli_()),
+        ("", lambda x: torch.arange(5).pow(2).sum() + x.index_put((torch.tensor([0]),), x[:1]).sum()),
+        ("", lambda x: torch.bernoulli(x.abs().clamp(max=1)) + torch.nn.functional.dropout(x, 0.5)),
+    ],
+)
+def test_other_operators_are_named(name, call, restored):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with tk.reproducible() as mode:
+            call(wide(5).float())
+    assert set(mode.uncovered) == ({name} if name else set())

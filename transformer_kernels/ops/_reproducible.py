@@ -25,7 +25,7 @@ EXACT = frozenset(
     """
     _foreach_abs _foreach_add _foreach_copy _foreach_div _foreach_mul _foreach_neg _foreach_sqrt _foreach_sub
     _local_scalar_dense _segment_reduce_backward _to_copy _unsafe_view abs add alias all amax amin any arange argmax
-    argmin as_strided cat ceil clamp clamp_max clamp_min clone constant_pad_nd copy detach diagonal div embedding
+    argmin as_strided cat ceil clamp clamp_max clamp_min clone constant_pad_nd copy cumsum detach diagonal div embedding
     embedding_dense_backward empty empty_like empty_strided eq equal expand fill flip floor frexp full full_like
     gather ge gt hardtanh index index_add index_copy index_put index_select isfinite isinf isnan le lift_fresh lt
     masked_fill masked_select max maximum min minimum mul ne neg new_empty new_empty_strided new_full new_ones
@@ -36,6 +36,8 @@ EXACT = frozenset(
 )
 """Operators that move numbers, round each result once, or add one number after the other: every processor computes the
 same. Each stands for its variants in place, too."""
+
+INTEGERS_DRAWN = ("randint", "randint_like", "random", "randperm")
 
 SCALED = frozenset(("add", "sub", "rsub", "index_add", "_foreach_add", "_foreach_sub"))
 """Operators whose factor `alpha` may be fused with the sum."""
@@ -68,7 +70,7 @@ class Reproducible(TorchDispatchMode):
             return function(*args, **kwargs)
         name = function._schema.name.partition("::")[2]
         base = name.removesuffix("_") if not name.startswith("__") else name
-        if function.namespace == "aten" and (replacement := REPLACED.get(base)) is not None:
+        if function.namespace == "aten" and (replacement := REPLACED.get(name) or REPLACED.get(base)) is not None:
             found = self._replaced(replacement, base != name, args, kwargs)
             if found is not NotImplemented:
                 return found
@@ -78,8 +80,12 @@ class Reproducible(TorchDispatchMode):
             found = function.decompose(*args, **kwargs)
         if found is not NotImplemented:
             return found
-        self._note(str(function._schema.name))
-        return function(*args, **kwargs)
+        result = function(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded not in function.tags or base not in INTEGERS_DRAWN:
+            numbers = [x for x in pytree.tree_leaves((args, kwargs, result)) if isinstance(x, Tensor)]
+            if any(x.is_floating_point() or x.is_complex() for x in numbers):
+                self._note(str(function._schema.name))
+        return result
 
     def _replaced(self, replacement: Callable[..., Any], in_place: bool, args: Any, kwargs: dict[str, Any]) -> Any:
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -107,9 +113,11 @@ class Reproducible(TorchDispatchMode):
         if name in SCALED:
             alpha = args[2] if name == "rsub" and len(args) > 2 else kwargs.get("alpha", 1)
             return alpha in (1, -1)
-        if name in EXACT or function.is_view:
-            return True
-        return not any(x.is_floating_point() for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+        if name == "index_put" and (args[3] if len(args) > 3 else kwargs.get("accumulate")):
+            return False  # by atomic additions of several threads
+        if name == "arange":
+            return all(float(x).is_integer() for x in args if isinstance(x, int | float))
+        return name in EXACT or function.is_view
 
     def _note(self, name: str) -> None:
         self.uncovered[name] += 1
@@ -183,8 +191,8 @@ def _draw_uniform(x: Tensor, low: float = 0.0, high: float = 1.0, *, generator: 
     return (_exact.uniform(x.shape, 24, generator) * (high - low) + low).to(x.dtype)
 
 
-def _draw_bernoulli(x: Tensor, p: Any = None, *, generator: Any = None) -> Tensor:
-    return (_exact.uniform(x.shape, 24, generator) < (x if p is None else p)).to(x.dtype)
+def _draw_bernoulli(x: Tensor, p: Any = 0.5, *, generator: Any = None) -> Tensor:
+    return (_exact.uniform(x.shape, 24, generator) < p).to(x.dtype)
 
 
 def _new(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -326,9 +334,10 @@ REPLACED: dict[str, Callable[..., Any]] = {
     "mean": _mean,
     "linalg_vector_norm": _norm,
     "_foreach_norm": _norms,
-    "normal": _draw_normal,
-    "uniform": _draw_uniform,
-    "bernoulli": _draw_bernoulli,
+    "normal_": _draw_normal,
+    "uniform_": _draw_uniform,
+    "bernoulli_": _draw_bernoulli,
+    "bernoulli": lambda x, p=None, *, generator=None: _draw_bernoulli(x, x if p is None else p, generator=generator),
     **{name: _new(_draw_normal) for name in ("randn", "randn_like")},
     **{name: _new(_draw_uniform) for name in ("rand", "rand_like")},
     "mm": _product,

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from transformer_kernels._version import __version__
 from transformer_kernels.backends import dispatch
@@ -187,8 +187,9 @@ class Certificate:
     def see(self, observed: Observed, backend: str) -> None:
         """Observe a pass now, or, where a step is recorded, in each replay."""
         layer, _ = self._layers.current()
-        mode: Any = _get_current_dispatch_mode()
-        if hasattr(mode, "observe"):  # a recording of `graphs`
+        modes: list[Any] = _get_current_dispatch_mode_stack()
+        mode = next((mode for mode in modes if hasattr(mode, "observe")), None)
+        if mode is not None:  # a recording of `graphs`
             tensors, layout = pytree.tree_flatten(tuple(observed)[1:])
 
             def again(*values: Any) -> None:
