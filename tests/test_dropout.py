@@ -109,3 +109,14 @@ def test_bfloat16_rounds_as_pytorch_does():
     x = bits.view(torch.bfloat16)
     got = _dropout.drop(x.view(1, -1), SEED, 0.0, scale=1.7)[0]
     torch.testing.assert_close(got, (x.float() * 1.7).bfloat16(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_double_backward_of_the_kernel_has_the_mask_of_the_first_pass():
+    torch.manual_seed(0)
+    x = torch.randn(2, 64, 80).sign().mul_(torch.rand(2, 64, 80) + 0.5).requires_grad_()
+    y = _dropout.dropout(x.square(), 0.3, x)
+    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(dx.sum(), x)
+    kept = (y - x) / x.square()  # the scale, or 0
+    expected = 2 * (2 * x * kept + 1).square() + 4 * y * kept
+    torch.testing.assert_close(second, expected.detach(), rtol=1e-3, atol=1e-3)
