@@ -331,9 +331,12 @@ class MultiHeadAttention(_WithBackend, torch.nn.MultiheadAttention):
         biases = [None] * len(rows) if self.in_proj_bias is None else self.in_proj_bias.split(rows)
         heads: list[Tensor] = []
         for x, weight, bias, count in zip(inputs, weights, biases, counts, strict=True):
-            packed = F.linear(x, weight, bias).unflatten(-1, (count, self.num_heads, self.head_dim))
+            packed = self._product(x, weight, bias).unflatten(-1, (count, self.num_heads, self.head_dim))
             heads.extend(packed.unbind(-3))  # (..., H, D) each
         return [self._batch_and_heads_first(x) for x in heads]
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight, bias)
 
     def _batch_and_heads_first(self, x: Tensor) -> Tensor:
         """(L, H, D), (B, L, H, D) or (L, B, H, D) -> (B, H, L, D)."""

@@ -68,6 +68,20 @@ def faster_linear(
     return product.relu_() if activation == "relu" else ops.gelu(product)
 
 
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None) -> Tensor:
+    """x W^T + b of a layer whose backend is requested, where ours is faster."""
+    if linear_is_ours(x, weight, backend):
+        return ops.linear(x, weight, bias, backend=backend)
+    return F.linear(x, weight, bias)
+
+
+def product_of(layer: nn.Module, x: Tensor, backend: str | None) -> Tensor:
+    """layer(x), in the same way if it is a plain linear layer of torch.nn."""
+    if is_plain(layer, nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return product(x, layer.weight, layer.bias, backend)  # type: ignore[arg-type]
+    return layer(x)  # type: ignore[no-any-return]
+
+
 class AnyLinear(Mixin):
     """A patched torch.nn.Linear."""
 
@@ -87,9 +101,7 @@ class Linear(AnyLinear):
     """x W^T + b of a layer inside a model; the report does not list it."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if linear_is_ours(input, self.weight, self.backend):
-            return ops.linear(input, self.weight, self.bias, backend=self.backend)
-        return F.linear(input, self.weight, self.bias)
+        return product(input, self.weight, self.bias, self.backend)
 
 
 def adopt_linear_layers(module: nn.Module) -> None:

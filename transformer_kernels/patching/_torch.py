@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformer_kernels import nn as ours
 from transformer_kernels import ops
 from transformer_kernels.patching._fused import activated, add_norm, dropped
+from transformer_kernels.patching._products import product, product_of
 from transformer_kernels.patching._real_tokens import RealTokens, zeroed
 from transformer_kernels.patching._recognised import rms_norm_of
 from transformer_kernels.patching._swap import is_plain
@@ -75,7 +76,10 @@ class MultiHeadAttention(ours.MultiHeadAttention):
         q, k, v = self._project(x, x, x)
         dropout_p = self.dropout if self.training else 0.0
         mixed = ops.attention(q, k, v, cu_seqlens=bounds, dropout_p=dropout_p, backend=self.backend)
-        return self.out_proj(self._join_heads(mixed, batched=True))
+        return product_of(self.out_proj, self._join_heads(mixed, batched=True), self.backend)
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return product(x, weight, bias, self.backend)
 
 
 def _with_fused_path(attention: Any, forward: Any, module: Any, args: Any, kwargs: Any) -> Any:
@@ -207,7 +211,8 @@ def _stacked(layer: Any, stream: Tensor, attentions: list[tuple[Any, Tensor | No
             context = x if memory is None else memory
             branch = attention(x, context, context, need_weights=False, **masks)[0]
         else:
-            branch = layer.linear2(layer.dropout(activated(x, layer.linear1, layer.activation, layer.backend)))
+            hidden = layer.dropout(activated(x, layer.linear1, layer.activation, layer.backend))
+            branch = product_of(layer.linear2, hidden, layer.backend)
         if not layer.norm_first:
             x, _ = add_norm(branch, x, dropouts[index], norm, layer.backend)
         elif index + 1 < len(norms):
