@@ -67,7 +67,9 @@ def levels(monkeypatch, named, best="avx512_bf16"):
 @pytest.mark.parametrize(
     ("named", "best", "wanted"),
     [
-        ("", "avx512_bf16", "plain avx512_bf16"),
+        ("", "avx512_bf16", "plain avx512 avx512_bf16"),
+        ("native", "amx", "plain avx512 amx"),
+        ("native", "avx512", "plain avx512"),
         ("native", "avx2", "plain avx2"),
         ("native", "plain", "plain"),
         ("present", "avx512", "plain avx2 avx512"),

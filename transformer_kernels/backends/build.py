@@ -398,8 +398,8 @@ def _is_x86() -> bool:
 
 
 def cpu_levels(compiler: list[str]) -> list[str]:
-    """The instruction sets to compile for, of TRANSFORMER_KERNELS_CPU_LEVELS: the portable one and the best of this
-    processor (native), every one that it has (present), all, or those in a list.
+    """The instruction sets to compile for, of TRANSFORMER_KERNELS_CPU_LEVELS: the portable one, the best of this
+    processor and the one of reproducible results (native), every one that it has (present), all, or those in a list.
 
     Raises:
         ValueError: a name is unknown. BuildError: the compiler does not work, or lacks a level in the list.
@@ -411,7 +411,9 @@ def cpu_levels(compiler: list[str]) -> list[str]:
     if named in ("native", "present"):
         best = _best_level(compiler)
         present = [level for level in known if list(CPU_LEVELS).index(level) <= best]
-        return present if named == "present" or len(present) < 2 else [present[0], present[-1]]
+        reproducible = "avx512" if "avx512_bf16" in present else present[-1]  # backends/cpu.py: reproduce
+        native = {"plain", reproducible, present[-1]}
+        return present if named == "present" else [level for level in present if level in native]
     wanted = {"plain", *named.replace(";", ",").replace(" ", ",").split(",")} - {""}
     if unknown := sorted(wanted - CPU_LEVELS.keys()):
         raise ValueError(
