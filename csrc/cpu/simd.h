@@ -322,9 +322,9 @@ template <class F> TK_INLINE void over_columns(int64_t columns, const F& f) {
 
 TK_INLINE float largest(const Floats (&x)[4]) { return largest(maximum(maximum(x[0], x[1]), maximum(x[2], x[3]))); }
 
-// Sums over a row have the same bits at every level: a row is added in vectors of SUM_LANES columns, four in turn and
-// then all to the first, whatever the width of a register, which holds SUM_LANES / PARTS of them.
-constexpr int SUM_LANES = 16, PARTS = SUM_LANES / WIDTH, SUMS = 4 * PARTS;
+// Sums over a row have the same bits at every level that fuses: a row is added in vectors of SUM_LANES columns, four in
+// turn and then all to the first, whatever the width of a register, which holds SUM_LANES / PARTS of them.
+constexpr int SUM_LANES = FUSES ? 16 : WIDTH, PARTS = SUM_LANES / WIDTH, SUMS = 4 * PARTS;
 
 // The same as over_columns, with u the sum's index: 0 ... VECTORS * PARTS - 1 in turn, then 0 ... PARTS - 1.
 template <int VECTORS = 4, class F> TK_INLINE void over_sums(int64_t columns, const F& f) {

@@ -137,7 +137,7 @@ struct Wide {
   // Weights and gradients of scores that no lane sees, up to whole groups or registers of rows, become 0.
   void complete(int64_t rows, Tile& tile) const {
     for (int n = 0; n < REGISTERS; ++n)
-      for (int64_t row = 0; row < aligned(rows, SUM_LANES); ++row)
+      for (int64_t row = 0; row < aligned(rows, larger(ROWS, SUM_LANES)); ++row)
         if (row < tile.low[n] || row >= tile.high[n])
           store(tile.weights + row * SIZE + n * WIDTH, splat(0.f)),
               store(tile.gradients + row * SIZE + n * WIDTH, splat(0.f));
