@@ -106,9 +106,8 @@ template <bool SUMMED = false, class F>
 TK_INLINE void over_dropped_columns(const Dropout& dropout, uint32_t row, int64_t columns, const F& f) {
   constexpr int GROUPS = 2, VECTORS = COLUMNS_OF_GROUP / WIDTH;
   if (!dropout.threshold) {
-    const auto all = [&](int64_t j, auto lanes, int u) TK_LAMBDA {
-      f(j, lanes, u, [](Floats x) TK_LAMBDA { return x; });
-    };
+    const auto all = [&](int64_t j, auto lanes, int u)
+                         TK_LAMBDA { f(j, lanes, u, [](Floats x) TK_LAMBDA { return x; }); };
     if constexpr (SUMMED) return over_sums(columns, all);
     else return over_columns(columns, all);
   }
@@ -135,7 +134,7 @@ template <class F> TK_INLINE float sum_over_columns(int64_t columns, const F& f)
   for (int64_t begin = 0; begin < columns; begin += BLOCK) {
     Floats block[SUMS] = {};
     over_sums(columns - begin < BLOCK ? columns - begin : BLOCK,
-                 [&](int64_t j, auto lanes, int u) TK_LAMBDA { block[u] += f(begin + j, lanes, u); });
+              [&](int64_t j, auto lanes, int u) TK_LAMBDA { block[u] += f(begin + j, lanes, u); });
     for (int u = 0; u < SUMS; ++u) total[u] += block[u];
   }
   return sum(total);
@@ -148,9 +147,9 @@ template <bool CENTRED> TK_INLINE Floats with_term(Floats total, Floats x) {
 
 template <bool CENTRED, class T> TK_INLINE float row_sum(const T* x, int64_t columns) {
   Floats total[SUMS] = {};
-  over_sums(columns, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
-    total[u] = with_term<CENTRED>(total[u], load(x + j, lanes));
-  });
+  over_sums(columns,
+            [&](int64_t j, auto lanes, int u)
+                TK_LAMBDA { total[u] = with_term<CENTRED>(total[u], load(x + j, lanes)); });
   return sum(total);
 }
 
