@@ -10,7 +10,7 @@
 namespace transformer_kernels::TK_LEVEL {
 namespace {
 
-enum Slot { LEFT = 8, RIGHT, TOTAL, SUMS };
+enum Slot { LEFT = 8, RIGHT, TOTAL, PANEL_SUMS };
 
 constexpr int64_t DEPTH = 512;       // rows that are packed and multiplied together
 constexpr int64_t PANEL = 32;        // columns of a panel, to a multiple of which each operand is filled up
@@ -153,7 +153,7 @@ void weight_gradient_by_tiles(const LinearBackwardWeight& call) {
     float* near = scratch<float>(RIGHT, smaller(NEAR_PANELS, end - begin) * PANEL_SIZE);
     float* totals = scratch<float>(TOTAL, (end - begin) * height * PANEL);
     const bool sums_left = call.dbias && !transposed && begin == 0, sums_right = call.dbias && transposed;
-    float* sums = scratch<float>(SUMS, larger(height, (end - begin) * PANEL));
+    float* sums = scratch<float>(PANEL_SUMS, larger(height, (end - begin) * PANEL));
     memset(sums, 0, sizeof(float) * static_cast<size_t>(larger(height, (end - begin) * PANEL)));
     const TileRegisters registers;
     for (int64_t m = 0; m < M; m += DEPTH) {

@@ -81,6 +81,9 @@ class Extension:
     def device_problem(self, device):
         return ""
 
+    def architecture(self, device):
+        return 90
+
     def multiprocessors(self, device):
         return 132
 
