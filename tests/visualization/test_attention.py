@@ -13,7 +13,7 @@ from python_ref import GPT, BERTClassifier, BERTConfig, GPTConfig
 from tests.support.browser import opened
 from transformer_kernels.training.data.tokenizers import ByteTokenizer, CharacterTokenizer
 from transformer_kernels.visualization import attention
-from transformer_kernels.visualization.attention import attention_maps, attention_operands, write_page
+from transformer_kernels.visualization.attention import attention_maps, write_page
 from transformer_kernels.visualization.tokens import read
 
 SIZES = {"context": 32, "width": 16, "layers": 2, "heads": 2}
@@ -323,7 +323,8 @@ def test_the_operands_are_those_of_the_weights(options):
     tokenizer = CharacterTokenizer(TEXT)
     gpt = loaded(GPT(GPTConfig(vocab_size=tokenizer.vocabulary_size, **SIZES, **options)), tokenizer)
     before = [module.ops for module in gpt.model.modules() if "ops" in vars(module)]
-    maps, operands = attention_maps(gpt, TEXT)[0], attention_operands(gpt, TEXT)
+    operands = []
+    maps, _ = attention_maps(gpt, TEXT, operands=operands)
     assert len(operands) == 2 and operands[0].q.shape == operands[0].k.shape == (2, 9, 8)
     later = torch.ones(9, 9, dtype=torch.bool).triu(1)
     for weights, (q, k, scale) in zip(maps, operands, strict=True):
@@ -333,8 +334,8 @@ def test_the_operands_are_those_of_the_weights(options):
 
 
 def test_the_query_and_the_key_behind_a_weight(gpt, tmp_path):
-    maps, names = attention_maps(gpt, TEXT)
-    operands = attention_operands(gpt, TEXT)
+    operands = []
+    maps, names = attention_maps(gpt, TEXT, operands=operands)
     write_page(maps, names, names, tmp_path / "maps.html", causal=True, operands=operands)
     with opened(tmp_path / "maps.html", tmp_path / "profile") as browser:
         score = lambda: browser.value("element('score').innerText")  # noqa: E731

@@ -52,7 +52,7 @@ def prefers_torch(
 ) -> bool:
     """Whether PyTorch computes an operation on a CPU in less time than this package: the decision of "auto".
 
-    A function of its arguments and of the instruction set in use.
+    A function of its arguments, of the instruction set in use, and of whether results are reproducible: then never.
 
     Args:
         name: an operation of the table of crossovers; no other one is PyTorch's.

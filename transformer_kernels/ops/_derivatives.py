@@ -30,7 +30,7 @@ def is_transformed(values: Iterable[Any]) -> bool:
     )
 
 
-def split(values: Sequence[Any]) -> tuple[list[Any], list[Tensor | None]] | None:
+def split_tangents(values: Sequence[Any]) -> tuple[list[Any], list[Tensor | None]] | None:
     """The values without tangents, and these; None unless forward-mode AD, once, is all that is asked for."""
     stack = torch._C._functorch.get_interpreter_stack() or ()
     if len(stack) > 1 or (stack and stack[0].key() != torch._C._functorch.TransformType.Jvp):
@@ -56,13 +56,13 @@ def contiguous(tangent: Tensor | None) -> Tensor:
     return tangent.resolve_neg().contiguous()
 
 
-def joined(outputs: Iterable[Tensor], tangents: Iterable[Tensor]) -> Outputs:
+def join_tangents(outputs: Iterable[Tensor], tangents: Iterable[Tensor]) -> Outputs:
     """The outputs with their tangents, in the transform that is active."""
     return tuple(forward_ad.make_dual(y, dy) for y, dy in zip(outputs, tangents, strict=True))
 
 
-def below() -> AbstractContextManager[Any]:
-    """A context below the transform that is active, in which tensors are memory."""
+def outside_transform() -> AbstractContextManager[Any]:
+    """A context outside of the transform that is active, in which tensors are not wrapped."""
     return temporarily_pop_interpreter_stack() if functorch_is_active() else nullcontext()
 
 

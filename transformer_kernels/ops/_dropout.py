@@ -92,8 +92,12 @@ def drop(
 
 def dropped_rows(x: Tensor, seed: Tensor, p: float) -> Tensor:
     """Dropout of the rows of x (..., N), by PyTorch's differentiable operators."""
-    *others, columns = x.shape
-    mask = dropped_in(seed, p, (0, 1, math.prod(others), columns, 0, 0))
+    return _kept(x, seed, p, 1, math.prod(x.shape[:-1]))
+
+
+def _kept(x: Tensor, seed: Tensor, p: float, heads: int, rows: int) -> Tensor:
+    """Dropout of x (..., N) as so many heads and rows, by PyTorch's differentiable operators."""
+    mask = dropped_in(seed, p, (0, heads, rows, x.shape[-1], 0, 0))
     return x.masked_fill(mask.view(x.shape), 0.0) * keep_scale(p)
 
 
@@ -106,7 +110,7 @@ def dropped_in(seed: Tensor, p: float, region: Region) -> Tensor:
     counts = -(-(skipped + columns) // 8), rows, heads
     group, row, head = (torch.arange(count, device=seed.device) for count in counts)
     counters = group + first_column // 8, row[:, None] + first, head[:, None, None] + first_head
-    words = _philox(_keys(seed & WORD, seed >> 32), *counters, _mixed_anew)
+    words = _philox(_keys(seed & WORD, seed >> 32), *counters, _mixed_out_of_place)
     shifted = torch.broadcast_tensors(*(torch.as_tensor(word) >> shift & 0xFFFF for word in words for shift in (0, 16)))
     return (torch.stack(shifted, dim=-1) < keep_threshold(p)).flatten(-2)[..., skipped : skipped + columns]
 
@@ -175,7 +179,7 @@ def _philox(keys: list, c0: Tensor, c1: Tensor, c2: Tensor, mixed: Callable[...,
     return c0, c1, c2, torch.as_tensor(c3)
 
 
-def _mixed_anew(high: Tensor, other: Tensor | int, key: Tensor | int) -> Tensor:
+def _mixed_out_of_place(high: Tensor, other: Tensor | int, key: Tensor | int) -> Tensor:
     """(high ^ other ^ key) in 32 bits."""
     return (high ^ other ^ key) & WORD
 
@@ -206,9 +210,7 @@ class _Dropout(torch.autograd.Function):
         (seed,) = ctx.saved_tensors
         dx = None
         if ctx.needs_input_grad[0] and torch.is_grad_enabled():  # under create_graph
-            *heads, rows, columns = dy.shape
-            mask = _draw(seed, ctx.p, (0, math.prod(heads), rows, columns, 0, 0))
-            dx = dy.masked_fill(mask.view(dy.shape), 0.0) * keep_scale(ctx.p)
+            dx = _kept(dy, seed, ctx.p, math.prod(dy.shape[:-2]), dy.shape[-2])
         elif ctx.needs_input_grad[0]:
             dx = drop(dy.contiguous(), seed, ctx.p, scale=keep_scale(ctx.p))
         return dx, dy if ctx.has_residual else None, None

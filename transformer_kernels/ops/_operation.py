@@ -23,12 +23,12 @@ from transformer_kernels.backends.errors import UnsupportedByBackend
 from transformer_kernels.ops import _crossovers, _plan
 from transformer_kernels.ops._derivatives import (
     are_batched,
-    below,
     differentiated,
     is_differentiated_again,
     is_transformed,
-    joined,
-    split,
+    join_tangents,
+    outside_transform,
+    split_tangents,
 )
 from transformer_kernels.ops._kernels import Adapter, Call, Kernels, Wanted
 from transformer_kernels.ops._plan import any_autocast, dispatch_modes, functorch_is_active, is_jit_tracing, items
@@ -254,21 +254,21 @@ class Operation:
         """The outputs by the kernels and their tangents, where no other derivative is asked for; else None."""
         if self.call.tangents is None or is_compiling() or call.is_empty():
             return None
-        found = split(self.flat(call))
+        found = split_tangents(self.flat(call))
         if found is None:
             return None
-        primals, moved = found
-        given = tuple(moved[i] for i in self.differentiable)
-        others = any(x is not None and i not in self.differentiable for i, x in enumerate(moved))
+        primals, tangents = found
+        given = tuple(tangents[i] for i in self.differentiable)
+        others = any(x is not None and i not in self.differentiable for i, x in enumerate(tangents))
         if others or is_traced(primals[0]) or not call.has_tangents(given):
             return None
-        with below(), without_autocast(primals[0]):
+        with outside_transform(), without_autocast(primals[0]):
             plain = self.nested(primals)
             kernels = self.kernels(plain, backend)
             results = kernels.forward(plain)
-            tangents = plain.tangents(kernels, results, given)
+            of_outputs = plain.tangents(kernels, results, given)
         outputs = (results,) if self.result is None else results[:public]
-        return joined(outputs, tangents[:public])
+        return join_tangents(outputs, of_outputs[:public])
 
     def differentiated(self, call: Any, results: Any, grads: tuple[Any, ...], wanted: Wanted) -> tuple[Any, ...]:
         """The gradients by PyTorch's operators, from what was kept: differentiable once more."""

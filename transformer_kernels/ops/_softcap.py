@@ -10,7 +10,7 @@ def cap(scores: Tensor, softcap: float | None) -> Tensor:
     return scores if not softcap else scores.div_(softcap).tanh_().mul_(softcap)
 
 
-def capped(scores: Tensor, softcap: float) -> Tensor:
+def capped(scores: Tensor, softcap: float | None) -> Tensor:
     """`cap` in a new tensor, differentiable."""
     return softcap * (scores / softcap).tanh() if softcap else scores
 

@@ -42,6 +42,7 @@ def patch(model: nn.Module, backend: str | None = None, *, unpad: bool = False) 
 
     With "auto" on a CPU, the original modules compute inference (evaluation mode, no gradients) that is too small for
     these kernels to be faster.
+
     With `unpad`, hidden states at padding are zeros and batches padded on the right are packed inside the encoder:
     BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT and ModernBERT with a mask of tokens (B, L), and
     `TransformerEncoder` with a bool `src_key_padding_mask` and no other mask. Real tokens, pooled outputs and their

@@ -119,21 +119,23 @@ class TransformerEncoder(nn.TransformerEncoder):
         padding = src_key_padding_mask
         if not (zeroes and known) or padding is None or padding.dtype is not torch.bool:
             return super().forward(src, mask, src_key_padding_mask, is_causal)
-        batch_first, real = self.layers[0].self_attn.batch_first, ~padding
-        x = src if batch_first else src.transpose(0, 1)
+        real, x = ~padding, src
         tokens = RealTokens.of(real, src.shape[2]) if all(map(_is_plain, self.layers)) else None
         if tokens is None:
             for layer in self.layers:
-                src = layer(src, src_key_padding_mask=padding)
-            x = zeroed(src if batch_first else src.transpose(0, 1), real)
+                x = layer(x, src_key_padding_mask=padding)
+            x = self._turned(zeroed(self._turned(x), real))
         else:
-            x = tokens.packed(x) if batch_first else tokens.packed(x).transpose(0, 1)
+            x = self._turned(tokens.packed(self._turned(x)))
             for layer in self.layers:
                 attend = _over(layer.self_attn, tokens.bounds)
                 x = _stacked(layer, x, [(attend, None, {})], [layer.norm1, layer.norm2])
-            x = tokens.padded(x if batch_first else x.transpose(0, 1))
-        x = x if batch_first else x.transpose(0, 1)
+            x = self._turned(tokens.padded(self._turned(x)))
         return x if self.norm is None else self.norm(x)
+
+    def _turned(self, x: Tensor) -> Tensor:
+        """From the order of axes of the layers to batches first, and back."""
+        return x if self.layers[0].self_attn.batch_first else x.transpose(0, 1)
 
 
 def _is_patched(layer: Any) -> bool:

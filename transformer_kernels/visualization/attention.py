@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,13 +22,29 @@ MAX_CELL, NUMBERED_CELL, WIDEST_INCHES = 0.5, 0.33, 8.5
 LEGIBLE_POINTS = 6.0
 
 
+class Operands(NamedTuple):
+    """The factors of the scores of one layer: scale * q k^T.
+
+    Attributes:
+        q, k: (H, L, D) float32 on the CPU, after rotation; grouped keys are repeated for each of their queries' heads.
+        scale: of the products.
+    """
+
+    q: Tensor
+    k: Tensor
+    scale: float
+
+
 @torch.inference_mode()
-def attention_maps(loaded: Any, text: str, pair: str = "") -> tuple[Tensor, list[str]]:
+def attention_maps(
+    loaded: Any, text: str, pair: str = "", operands: list[Operands] | None = None
+) -> tuple[Tensor, list[str]]:
     """The attention weights of each layer and head for a text, and the names of its tokens.
 
     Args:
         loaded: a pretrained or trained model with its tokenizer, as for `tokens.read`.
         text: at most 256 tokens, together with `pair`, a second text for a pretrained encoder.
+        operands: a list to which those of each layer are appended.
     Returns:
         (layers, H, L, L) float32 on the CPU, whose rows sum to 1, and L names.
     Raises:
@@ -40,28 +57,16 @@ def attention_maps(loaded: Any, text: str, pair: str = "") -> tuple[Tensor, list
         )
     maps: list[Tensor] = []
     segments = reading.segments if getattr(loaded.model.config, "segments", 0) else None
-    loaded.model.hidden_states(reading.tokens, segments=segments, maps=maps)
+    with nullcontext() if operands is None else _captured(loaded.model, operands):
+        loaded.model.hidden_states(reading.tokens, segments=segments, maps=maps)
     return torch.cat(maps).float().cpu(), reading.names
 
 
-class Operands(NamedTuple):
-    """What the scores of one layer are made of: scale * q k^T.
-
-    Attributes:
-        q, k: (H, L, D) float32 on the CPU, after rotation; grouped keys are repeated for each of their queries' heads.
-        scale: of the products.
-    """
-
-    q: Tensor
-    k: Tensor
-    scale: float
-
-
-class _Listening:
+class _CapturingOps:
     """The operations of a model; the operands of `attention_weights` are appended to a list."""
 
-    def __init__(self, ops: Any, heard: list[Operands]) -> None:
-        self._ops, self._heard = ops, heard
+    def __init__(self, ops: Any, operands: list[Operands]) -> None:
+        self._ops, self._operands = ops, operands
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ops, name)
@@ -69,24 +74,23 @@ class _Listening:
     def attention_weights(self, q: Tensor, k: Tensor, **options: Any) -> Tensor:
         scale = options.get("scale") or q.shape[-1] ** -0.5
         k_of_heads = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-        self._heard.append(Operands(q[0].float().cpu(), k_of_heads[0].float().cpu(), scale))
+        self._operands.append(Operands(q[0].float().cpu(), k_of_heads[0].float().cpu(), scale))
         weights: Tensor = self._ops.attention_weights(q, k, **options)
         return weights
 
 
-def attention_operands(loaded: Any, text: str, pair: str = "") -> list[Operands]:
-    """The queries and keys of each layer behind the weights of `attention_maps`, whose arguments these are."""
-    heard: list[Operands] = []
-    modules = [module for module in loaded.model.modules() if "ops" in vars(module)]
+@contextmanager
+def _captured(model: Any, operands: list[Operands]) -> Iterator[None]:
+    """Within this context the operands of the model's attention are appended to a list."""
+    modules = [module for module in model.modules() if "ops" in vars(module)]
     before = [module.ops for module in modules]
     try:
         for module, ops in zip(modules, before, strict=True):
-            module.ops = _Listening(ops, heard)
-        attention_maps(loaded, text, pair)
+            module.ops = _CapturingOps(ops, operands)
+        yield
     finally:
         for module, ops in zip(modules, before, strict=True):
             module.ops = ops
-    return heard
 
 
 @torch.inference_mode()

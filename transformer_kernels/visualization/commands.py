@@ -125,17 +125,12 @@ def _load(chosen: argparse.Namespace) -> Any:
 
 def _attend(chosen: argparse.Namespace) -> None:
     from python_ref import GPT
-    from transformer_kernels.visualization.attention import (
-        attention_maps,
-        attention_operands,
-        draw_maps,
-        next_tokens,
-        write_page,
-    )
+    from transformer_kernels.visualization.attention import Operands, attention_maps, draw_maps, next_tokens, write_page
     from transformer_kernels.visualization.tokens import read
 
     loaded = _load(chosen)
-    maps, tokens = attention_maps(loaded, chosen.text, chosen.pair)
+    operands: list[Operands] = []
+    maps, tokens = attention_maps(loaded, chosen.text, chosen.pair, operands)
     reading = read(loaded, chosen.text, chosen.pair)
     layers, heads = maps.shape[:2]
     rows, columns = _selected("layer", chosen.layer, layers), _selected("head", chosen.head, heads)
@@ -150,8 +145,7 @@ def _attend(chosen: argparse.Namespace) -> None:
     special = [index for index, (start, end) in enumerate(reading.spans) if start == end == 0]
     extra: dict[str, Any] = {"causal": isinstance(loaded.model, GPT), "special": (special, special)}
     extra |= {"predictions": next_tokens(loaded, chosen.text), "sentences": reading.sentences}
-    extra["operands"] = attention_operands(loaded, chosen.text, chosen.pair)
-    write_page(maps, tokens, tokens, page, title=title, text=reading.text, **extra)
+    write_page(maps, tokens, tokens, page, title=title, text=reading.text, operands=operands, **extra)
     print(f"layers: {layers}, heads: {heads}, tokens: {len(tokens)}: {chosen.out}, {page}")
 
 

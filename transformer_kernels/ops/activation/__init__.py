@@ -72,10 +72,10 @@ class ActivationCall(NamedTuple):
             assert by_x is not None and dx is not None
             return (by_x.mul_(dx).unflatten(-1, (2, -1)).sum(dim=-2),)
         (by, x), *others = ((by, x) for by, x in ((by_x, dx), (by_up, dup)) if by is not None and x is not None)
-        moved = by.mul_(x)
+        tangent = by.mul_(x)
         for by, x in others:
-            moved.addcmul_(by, x)
-        return (moved,)
+            tangent.addcmul_(by, x)
+        return (tangent,)
 
     def second_order(self, y: Tensor | None, grads: Grads, wanted: Wanted) -> tuple[Tensor | None, ...] | None:
         """Those of ReLU, from y: linear in the incoming gradient and piecewise constant in x."""

@@ -13,7 +13,7 @@ from transformer_kernels.ops._crossovers import Native
 from transformer_kernels.ops._derivatives import Parts
 from transformer_kernels.ops._dropout import draw_seed
 from transformer_kernels.ops._kernels import Kernels, record
-from transformer_kernels.ops.attention._composed import composed, moved
+from transformer_kernels.ops.attention._composed import composed, output_tangents
 from transformer_kernels.ops.attention._sinks import WithSinks
 from transformer_kernels.ops.attention._structure import hides, understood
 from transformer_kernels.ops.attention.scores import (
@@ -57,7 +57,7 @@ class AttentionCall(NamedTuple):
 
     def tangents(self, kernels: Kernels, result: AttentionResult, given: Parts) -> tuple[Tensor, ...]:
         """In blocks of queries, from the output of the kernels."""
-        return moved(self, result.out, given)
+        return output_tangents(self, result.out, given)
 
     def empty_gradients(self) -> tuple[Tensor | None, ...]:
         layout = torch.contiguous_format

@@ -33,33 +33,33 @@ def composed(call: AttentionCall, with_lse: bool) -> tuple[Tensor, ...]:
     q, k, scores = call.q, call.k, call.scores
     wide = torch.promote_types(q.dtype, torch.float32)
     query = q.to(wide)
-    key, value = _shown(call, k), _shown(call, call.v)
+    key, value = _without_padding(call, k), _without_padding(call, call.v)
     bias, sinks = (x if x is None else x.to(wide) for x in (scores.bias, scores.sinks))
-    blocks = [_block(call, place, with_lse) for place in _places(call)]
+    blocks = [_block(call, block, with_lse) for block in _query_blocks(call)]
     out, *lse = blockwise(blocks, 2, query, key, value, bias, sinks)
     return out.to(q.dtype), *lse
 
 
-def moved(call: AttentionCall, out: Tensor, tangents: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+def output_tangents(call: AttentionCall, out: Tensor, tangents: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
     """The tangents of out and lse for those of q, k and v, without dropout and softcap.
 
     With P the weights and S' = scale (q' k^T + q k'^T), r = rowsum(P * S') is that of lse, and that of out is
     (P * S') v - r * out + P v'.
     """
     scores, wide = call.scores, torch.promote_types(call.q.dtype, torch.float32)
-    q, k, v = call.q.to(wide), _shown(call, call.k), _shown(call, call.v)
+    q, k, v = call.q.to(wide), _without_padding(call, call.k), _without_padding(call, call.v)
     bias, sinks = (x if x is None else x.to(wide) for x in (scores.bias, scores.sinks))
     dq = torch.zeros_like(q) if tangents[0] is None else tangents[0].to(wide)
-    dk, dv = (None if x is None else _shown(call, x) for x in tangents[1:3])
+    dk, dv = (None if x is None else _without_padding(call, x) for x in tangents[1:3])
     both = dq if dk is None else torch.cat((dq, q), dim=-1)
     keys = k if dk is None else torch.cat((k, dk), dim=-1)
     dout, dlse = torch.empty_like(q), q.new_empty(q.shape[:3])
-    for place in _places(call):
-        rows, own = place.rows, place.seen_keys
+    for block in _query_blocks(call):
+        rows, own = block.rows, block.seen_keys
         if own.start == own.stop:
             dout[:, :, rows], dlse[:, :, rows] = 0.0, 0.0
             continue
-        (weights,) = _weights(call, place, q[:, :, rows], k[:, :, own], rows_and_keys(rows, own, bias), sinks)
+        (weights,) = _weights(call, block, q[:, :, rows], k[:, :, own], rows_and_keys(rows, own, bias), sinks)
         changes = torch.matmul(both[:, :, rows], keys[:, :, own].mT).mul_(scores.scale).mul_(weights)
         change = torch.sum(changes, dim=-1, keepdim=True, out=dlse[:, :, rows].unsqueeze(-1))
         part = torch.matmul(changes, v[:, :, own]).addcmul_(change, out[:, :, rows].to(wide), value=-1)
@@ -67,14 +67,14 @@ def moved(call: AttentionCall, out: Tensor, tangents: Sequence[Tensor | None]) -
     return dout.to(call.q.dtype), dlse
 
 
-def _shown(call: AttentionCall, x: Tensor) -> Tensor:
+def _without_padding(call: AttentionCall, x: Tensor) -> Tensor:
     """Keys, values or tangents of these, in float32 or wider, for each query head; 0 where they are padding."""
     x, padding = x.to(torch.promote_types(x.dtype, torch.float32)), call.scores.key_padding_mask
     x = x if padding is None else x.masked_fill(~padding[:, None, :, None], 0.0)
     return repeat_heads(x, call.q.shape[1])
 
 
-class _Place(NamedTuple):
+class _QueryBlock(NamedTuple):
     """Some queries, and the keys that they may see; query i is aligned to key i + shift."""
 
     rows: slice
@@ -83,10 +83,10 @@ class _Place(NamedTuple):
     may_be_hidden: bool  # by the limits of a window
 
 
-def _places(call: AttentionCall) -> list[_Place]:
+def _query_blocks(call: AttentionCall) -> list[_QueryBlock]:
     """The blocks of queries of each sequence, and what follows them."""
     scores, (batch, heads, queries, _) = call.scores, call.q.shape
-    places, end = [], 0
+    found, end = [], 0
     for span, keys in spans(scores, queries, call.k.shape[2]):
         step = max(MIN_ROWS, SCORES_AT_ONCE // max(1, batch * heads * (keys.stop - keys.start)))
         shift, end = keys.stop - span.stop, span.stop
@@ -94,10 +94,10 @@ def _places(call: AttentionCall) -> list[_Place]:
             stop = min(start + step, span.stop)
             first, last = max(keys.start, start + shift - scores.left), min(keys.stop, stop + shift + scores.right)
             seen = slice(first, last) if first < last and call.q.numel() else slice(0, 0)
-            places.append(_Place(slice(start, stop), seen, shift, start + shift < keys.start))
-    if end < queries or not places:
-        places.append(_Place(slice(end, queries), slice(0, 0), 0, False))
-    return places
+            found.append(_QueryBlock(slice(start, stop), seen, shift, start + shift < keys.start))
+    if end < queries or not found:
+        found.append(_QueryBlock(slice(end, queries), slice(0, 0), 0, False))
+    return found
 
 
 def spans(scores: Scores, queries: int, keys: int) -> list[tuple[slice, slice]]:
@@ -118,14 +118,14 @@ def rows_and_keys(rows: slice, keys: slice, x: Any) -> Any:
     return x if x.shape[3] == 1 else x[..., keys]
 
 
-def _block(call: AttentionCall, place: _Place, with_lse: bool) -> Block:
+def _block(call: AttentionCall, block: _QueryBlock, with_lse: bool) -> Block:
     """out and lse of some queries."""
-    rows, keys, seed = place.rows, place.seen_keys, call.seed
+    rows, keys, seed = block.rows, block.seen_keys, call.seed
 
     def attended(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None) -> Parts:
         if keys.start == keys.stop:
             return _zeros(q, v, with_lse)
-        weights, *lse = _weights(call, place, q, k, bias, sinks, with_lse)
+        weights, *lse = _weights(call, block, q, k, bias, sinks, with_lse)
         if seed is not None:
             region = 0, math.prod(q.shape[:2]), q.shape[2], k.shape[2], rows.start, keys.start
             dropped = dropped_in(seed, call.dropout_p, region).view(weights.shape)
@@ -146,7 +146,7 @@ def _block(call: AttentionCall, place: _Place, with_lse: bool) -> Block:
 
 def _weights(
     call: AttentionCall,
-    place: _Place,
+    block: _QueryBlock,
     q: Tensor,
     k: Tensor,
     bias: Tensor | None,
@@ -154,7 +154,7 @@ def _weights(
     with_lse: bool = False,
 ) -> tuple[Tensor, ...]:
     """The weights of a block, and lse."""
-    scores, (rows, keys, shift, may_be_hidden) = call.scores, place
+    scores, (rows, keys, shift, may_be_hidden) = call.scores, block
     products = capped((q * scores.scale) @ k.mT, scores.softcap)
     products = products if bias is None else products + bias
     if scores.alibi_slopes is not None:

@@ -14,12 +14,11 @@ from transformer_kernels.ops._kernels import Grads, Wanted
 from transformer_kernels.ops._visible import visible_mask
 from transformer_kernels.ops.attention import AttentionCall, AttentionResult, Into, like_output
 from transformer_kernels.ops.attention._common import AttentionKernels
-from transformer_kernels.ops.attention._composed import rows_and_keys, spans
+from transformer_kernels.ops.attention._composed import repeat_heads, rows_and_keys, spans
 from transformer_kernels.ops.attention._torch_chunks import (
     as_dtype_of,
     backward_in_chunks,
     forward_in_chunks,
-    repeat_heads,
     sum_heads,
 )
 
@@ -78,8 +77,9 @@ def _sequences(
     scores = call.scores
     assert scores.cu_seqlens is not None
     for results, starts in ((of_queries, scores.cu_seqlens), (of_keys, scores.cu_seqlens_k)):
+        end = int((scores.cu_seqlens if starts is None else starts)[-1])
         for result in results:
-            result[:, :, int((scores.cu_seqlens if starts is None else starts)[-1]) :] = 0.0
+            result[:, :, end:] = 0.0
     return spans(scores, call.q.shape[2], call.k.shape[2])
 
 

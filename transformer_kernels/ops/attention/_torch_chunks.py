@@ -13,7 +13,7 @@ from transformer_kernels.ops._kernels import Grads
 from transformer_kernels.ops._softcap import cap, cap_slope
 from transformer_kernels.ops._visible import added_bias
 from transformer_kernels.ops.attention import AttentionCall, AttentionResult, Into, like_output
-from transformer_kernels.ops.attention._composed import repeat_heads as repeat_heads
+from transformer_kernels.ops.attention._composed import repeat_heads
 
 aten = torch.ops.aten
 

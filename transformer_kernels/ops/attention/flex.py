@@ -16,9 +16,9 @@ from transformer_kernels.backends.dispatch import requested
 from transformer_kernels.backends.errors import UnsupportedByBackend
 from transformer_kernels.ops import _checks, _operation
 from transformer_kernels.ops.attention import OPERATION, checked_operands
+from transformer_kernels.ops.attention._composed import repeat_heads
 from transformer_kernels.ops.attention._mods import Unknown, at_positions, form_of, narrowed, reads_values, remembered
 from transformer_kernels.ops.attention._structure import Shape, understood
-from transformer_kernels.ops.attention._torch_chunks import repeat_heads
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask

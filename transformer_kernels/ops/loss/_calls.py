@@ -14,6 +14,7 @@ from transformer_kernels.ops import _checks
 from transformer_kernels.ops._derivatives import Block, Parts, blockwise
 from transformer_kernels.ops._kernels import Kernels, record
 from transformer_kernels.ops._operation import without_autocast
+from transformer_kernels.ops._softcap import capped
 
 OP, LINEAR_OP = "cross_entropy", "linear_cross_entropy"
 REDUCTIONS = ("mean", "sum", "none")
@@ -124,7 +125,7 @@ def losses_of(call: CrossEntropyCall) -> Tensor:
     wide = torch.promote_types(call.logits.dtype, torch.float32)
     rows = _checks.as_rows(call.logits).to(wide)
     weight = None if call.weight is None else call.weight.to(wide)
-    rows = rows if call.softcap is None else call.softcap * torch.tanh(rows / call.softcap)
+    rows = capped(rows, call.softcap)
     if call.targets.is_floating_point():
         smoothed = _checks.as_rows(call.targets).to(wide) * (1.0 - call.label_smoothing)
         smoothed = smoothed + call.label_smoothing / rows.shape[1]

@@ -69,18 +69,18 @@ class NormCall(NamedTuple):
         wide = result.rstd.dtype
         terms = [x for x in (None if dx is None else self._dropped(dx), dresidual) if x is not None]
         dsummed = sum(terms[1:], terms[0]) if terms else torch.zeros_like(self.x)
-        moved = torch.zeros_like(self.x, dtype=wide)
+        tangent = torch.zeros_like(self.x, dtype=wide)
         if terms:
             dy = contiguous(dsummed), *[None] * (self.residual is not None)
             kept = alone._replace(residual=self.residual)
             found = kernels.backward(kept, result, dy, (True, False, False, False))[0]
             assert found is not None
-            moved = found.to(wide).mul_(self.weight)
+            tangent = found.to(wide).mul_(self.weight)
         if dweight is not None:
-            moved.addcmul_(kernels.forward(alone).y.to(wide), dweight.to(wide))
+            tangent.addcmul_(kernels.forward(alone).y.to(wide), dweight.to(wide))
         if dbias is not None:
-            moved.add_(dbias)
-        return moved.to(self.x.dtype), dsummed
+            tangent.add_(dbias)
+        return tangent.to(self.x.dtype), dsummed
 
     def second_order(self, result: NormResult, grads: Grads, wanted: Wanted) -> tuple[Tensor | None, ...] | None:
         """Those of a norm after an addition, from the sum."""

@@ -34,8 +34,8 @@ class RotaryCall(NamedTuple):
     def tangents(self, kernels: Kernels, result: RotaryResult, given: Parts) -> tuple[Tensor, ...]:
         """The tangents rotated."""
         q, k = (torch.zeros_like(x) if dx is None else contiguous(dx) for x, dx in zip(self[:2], given, strict=True))
-        moved: RotaryResult = kernels.forward(self._replace(q=q, k=k))
-        return moved
+        tangents: RotaryResult = kernels.forward(self._replace(q=q, k=k))
+        return tangents
 
     def is_empty(self) -> bool:
         return not (self.q.numel() and self.k.numel())

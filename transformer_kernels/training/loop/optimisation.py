@@ -32,12 +32,13 @@ def learning_rate(step: int, total_steps: float, config: TrainingConfig, time_sh
     progress = min(1.0, max(time_share, (step - warmup_steps) / max(1, total_steps - warmup_steps)))
     if config.schedule == "linear":
         return config.lr * min(1.0, warmed) * (1.0 - max(0.0, progress))
-    annealed = FINAL_FRACTION + (1 - FINAL_FRACTION) * 0.5 * (1 + _cosine(math.pi * max(0.0, progress)))
+    cosine = _exact_cosine if config.reproducible else math.cos
+    annealed = FINAL_FRACTION + (1 - FINAL_FRACTION) * 0.5 * (1 + cosine(math.pi * max(0.0, progress)))
     return config.lr * min(1.0, warmed) * annealed
 
 
-def _cosine(x: float) -> float:
-    """The same on every machine, as the C library's is not."""
+def _exact_cosine(x: float) -> float:
+    """The same on every machine, as the C library's is not; it takes 70 microseconds."""
     return float(_exact.cos(torch.tensor(x, dtype=torch.float64)))
 
 

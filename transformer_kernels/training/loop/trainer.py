@@ -11,7 +11,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -129,7 +129,7 @@ class Trainer:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         seed_everything(self.config.seed)
-        with self._mode or nullcontext():
+        with self._mode:
             self.model = recipe.build_model().to(self.device)
         seed_everything(self.config.seed + 1 + self.processes.rank)
         self.optimizer = make_optimizer(self.model, self.config, self.device, self.processes)
@@ -146,7 +146,7 @@ class Trainer:
             check=self._check_on_cpu,
             report=self._report_graphs,
             graphs=graphs,
-            mode=self._mode,
+            mode=self._mode if self.config.reproducible else None,
             exchange=lambda: self.processes.count > 1 and (recipe.targets_vary or not self.sampler.is_even),
         )
         self._batches = Prefetcher(self._parts, self.device)
@@ -293,7 +293,7 @@ class Trainer:
         rate = learning_rate(self.step_number, self.total_steps, self.config, self._time_share)
         indices = self.sampler.peek()
         self._attempt = (self.step_number + 1, rate, indices)
-        with self._mode or nullcontext():
+        with self._mode:
             parts = self._batches.take(indices)
         set_learning_rate(self.optimizer, rate)
         with matrix_products(self.config.dtype):  # the counts of a batch are no part of the step
@@ -363,7 +363,7 @@ class Trainer:
     def evaluate(self, stop: StopRequest | None = None) -> dict[str, float]:
         """Mean loss and accuracy over the validation data; empty if there is none or a stop was requested."""
         batches = self.recipe.validation_batches(self.device, self.processes)
-        with self._mode or nullcontext():
+        with self._mode:
             stopped_early = lambda: stop is not None and stop.signum > 0  # noqa: E731
             totals = evaluation_totals(self.model, batches, self.config.dtype, stopped_early)
         stopped = float(stop is not None and stop.signum > 0)
@@ -518,15 +518,15 @@ class Trainer:
             ) from error
 
 
-def _reproducible_mode(config: Any, device: torch.device, processes: Processes) -> Reproducible | None:
-    """The mode of a run with --reproducible, None of others; kernels of this process are reproducible from here on.
+def _reproducible_mode(config: Any, device: torch.device, processes: Processes) -> AbstractContextManager[Any]:
+    """The mode of a run with --reproducible, after which the kernels of this process are; of others an empty context.
 
     Raises:
         ValueError: the run's results depend on more than its options.
     """
     config.reproducible = config.reproducible or cpu.wants_reproducible()
     if not config.reproducible:
-        return None
+        return nullcontext()
     if config.dtype == "auto":
         config.dtype = "float32"
     refused = {
