@@ -266,6 +266,9 @@ def _on_cpu(device: torch.device) -> Iterator[Task]:
         yield from operation_tasks(workloads.row_sweep(everyone, op, fp32, "forward"))
     for recipe in recipes:
         yield from step_tasks(device, recipe)
+    for model in other_models.MODELS:
+        for recipe in (Recipe(model, 8, 128), Recipe(model, 8, 128, dropout=0.0)):
+            yield from step_tasks(device, recipe, ("SDPA + compile, fp32",))
 
 
 def chosen(
