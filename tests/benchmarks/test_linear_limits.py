@@ -33,6 +33,6 @@ def test_both_sides_compute_the_same(products):
 
 
 def test_an_entry_ends_at_the_first_loss(monkeypatch):
-    limit = {32: 16, 128: 16, 256: 16, 512: 20, 2048: 18}
+    limit = {8: 16, 32: 16, 128: 16, 512: 20, 2048: 18}
     monkeypatch.setattr(linear_limits, "gain", lambda _, __, rows, exponent: 1.2 if exponent <= limit[rows] else 0.9)
     assert linear_limits.measured(torch.float32, "all") == ((0, 1 << 16), (512, 1 << 20))

@@ -11,6 +11,8 @@ from torch.nn import functional as F
 from transformer_kernels import ops
 from transformer_kernels.graphs import in_one_piece
 from transformer_kernels.ops._foreign import foreign
+from transformer_kernels.ops.linear import LinearCall
+from transformer_kernels.ops.linear import _cpu as linear_cpu
 from transformer_kernels.patching._products import AnyLinear, are_ours, is_eager_cpu
 
 FEW = 0.75  # of the rows; for more of them, gathering does not pay
@@ -30,19 +32,20 @@ class OutputLayer(AnyLinear):
         eager = is_eager_cpu(input) and foreign(self.weight) is None
         if not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or not eager:
             return F.linear(input, self.weight, self.bias)
-        return _RowsWithGradient.apply(input, self.weight, self.bias, are_ours(input, self.weight, self.backend, True))
+        return _RowsWithGradient.apply(input, self.weight, self.bias, are_ours(input, self.weight, self.backend))
 
 
 class _RowsWithGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ours: bool) -> Tensor:
+        ctx.ours = ours
         ctx.save_for_backward(x, weight)
         return ops.linear(x, weight, bias, backend="cpu") if ours else F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        rows, grads = x.flatten(0, -2), dy.flatten(0, -2)
+        rows, grads = x.flatten(0, -2).contiguous(), dy.flatten(0, -2)
         wanted_x, wanted_weight, wanted_bias, _ = ctx.needs_input_grad
         if torch.is_grad_enabled():  # a second derivative is not zero where the gradient is
             return (
@@ -54,7 +57,7 @@ class _RowsWithGradient(torch.autograd.Function):
         dx = torch.empty_like(rows) if wanted_x else None
         dweight = torch.empty_like(weight) if wanted_weight else None
         dbias = weight.new_empty(weight.shape[0]) if wanted_bias else None
-        in_one_piece(_write_gradients, grads, rows, weight, dx, dweight, dbias)
+        in_one_piece(_write_gradients, ctx.ours, grads, rows, weight, dx, dweight, dbias)
         return None if dx is None else dx.view(x.shape), dweight, dbias, None
 
 
@@ -75,17 +78,29 @@ def _not_zero(rows: Tensor) -> Tensor:
 
 
 def _write_gradients(
-    grads: Tensor, rows: Tensor, weight: Tensor, dx: Tensor | None, dweight: Tensor | None, dbias: Tensor | None
+    ours: bool,
+    grads: Tensor,
+    rows: Tensor,
+    weight: Tensor,
+    dx: Tensor | None,
+    dweight: Tensor | None,
+    dbias: Tensor | None,
 ) -> None:
     """From the rows (N, E) with a gradient (N, V) to dx (N, E), dweight (V, E) and dbias (V)."""
-    indices = None
-    if grads.numel():
-        kept = _with_gradient(grads)
-        if len(kept) <= FEW * len(rows):
-            rows, grads, indices = rows[kept], grads.index_select(0, kept), kept
-    if dx is not None:
-        torch.mm(grads, weight, out=dx) if indices is None else dx.zero_().index_copy_(0, indices, grads @ weight)
-    if dweight is not None:
-        torch.mm(grads.t(), rows, out=dweight)
+    kept, product = _with_gradient(grads) if grads.numel() else torch.empty(0), dx
+    some = grads.numel() > 0 and len(kept) <= FEW * len(rows)
+    if some:
+        rows, grads = rows[kept], grads.index_select(0, kept)
+        product = None if dx is None else torch.empty_like(rows)
+    if ours and linear_cpu.multiplies(rows, weight, recorded=True):
+        call = LinearCall(rows, weight, None, None)
+        linear_cpu.Products(call).write_gradients(call, grads.contiguous(), product, dweight)
+    else:
+        if product is not None:
+            torch.mm(grads, weight, out=product)
+        if dweight is not None:
+            torch.mm(grads.t(), rows, out=dweight)
     if dbias is not None:
         torch.sum(grads, 0, out=dbias)
+    if some and dx is not None and product is not None:
+        dx.zero_().index_copy_(0, kept, product)

@@ -30,11 +30,11 @@ def is_eager_cpu(x: Tensor) -> bool:
     return transformed() is None and foreign(x) is None
 
 
-def are_ours(x: Tensor, weight: Tensor, backend: str | None, forward_alone: bool = False) -> bool:
+def are_ours(x: Tensor, weight: Tensor, backend: str | None) -> bool:
     """Whether csrc/cpu/products multiplies float32 x (..., K) by a weight of either layout: ops/linear/README.md."""
     if is_compiling() or requested(backend) not in OURS:
         return False
-    if not linear_cpu.multiplies(x, weight, torch.is_grad_enabled(), forward_alone):
+    if not linear_cpu.multiplies(x, weight, torch.is_grad_enabled()):
         return False
     return x.dtype is torch.float32 and autocast_dtype(x) is None and _can_be_ours(x, weight)
 

@@ -21,6 +21,7 @@ constexpr int64_t DEPTH_STEPS = 96;  // steps of x and dz whose products one til
 constexpr int64_t PAIRED_COLUMNS = 32;  // a multiple of which is packed of the left operand of a weight gradient
 constexpr int LINES_AHEAD = 4;  // of each operand of a weight gradient, fetched each 16 steps
 constexpr int64_t MIN_OWN_ROWS = 24;  // rows of dweight that are worth packing x for
+constexpr int64_t MAX_OWN_ROWS = 168 * LINEAR_ROWS;  // whose columns of dz stay in the second-level cache
 
 // What the micro-kernel reads and writes for a T: bfloat16 only where it multiplies that.
 #if defined(__AVX512BF16__)
@@ -272,9 +273,9 @@ void backward_data(const T* dy, const T* saved, const W* weight, T* dz, T* dx, c
   });
 }
 
-// A task owns some rows of one panel of dweight and adds up the rows of x in steps, whose rows of dz stay in the
-// second-level cache for all tasks of a thread. Rows of 32 bits are read in place by wide registers, others packed: an
-// odd number of lines apart, as whole pages apart they would share few sets of a cache.
+// A task owns some rows of one panel of dweight and adds up the rows of x in steps. Rows of 32 bits are read in place by
+// wide registers, others packed: an odd number of lines apart, as whole pages apart they would share few sets of a
+// cache. A thread computes its tasks of the same rows together, so that their dz stays in the second-level cache.
 template <class T, class W>
 void backward_weight(const T* dz, const T* x, W* dweight, float* dbias, int64_t M, int64_t N, int64_t K) {
   using L = typename Multiplied<T>::type;
@@ -284,8 +285,9 @@ void backward_weight(const T* dz, const T* x, W* dweight, float* dbias, int64_t 
   const int64_t panels = dweight ? panels_of(K) : 1;
   // By panels each is packed by one thread, and dz, which all pack, is narrower.
   const bool by_panels = K > N && panels % threads == 0;
-  const int64_t own = by_panels ? N : larger(share, MIN_OWN_ROWS), parts = (N + own - 1) / own;
-  parallel_for(parts * panels, own * (dweight ? PANEL : 1) * M / 4, [&](int64_t begin, int64_t end) {
+  const int64_t own = smaller(by_panels ? N : larger(share, MIN_OWN_ROWS), MAX_OWN_ROWS), parts = (N + own - 1) / own;
+  const int64_t together = own < MAX_OWN_ROWS ? parts * panels : panels;
+  const auto compute = [&](int64_t begin, int64_t end) {
     const int64_t kept = aligned(own, PAIRED_COLUMNS) + LINE, pitch = PACKED ? kept * PER_STEP<L> : N;
     float* right = scratch<float>(PANELS, DEPTH_STEPS * PANEL);
     L* packed = PACKED ? scratch<L>(LEFT, DEPTH_STEPS * pitch) : nullptr;
@@ -327,6 +329,10 @@ void backward_weight(const T* dz, const T* x, W* dweight, float* dbias, int64_t 
         });
       }
     }
+  };
+  parallel_for(parts * panels, own * (dweight ? PANEL : 1) * M / 4, [&](int64_t begin, int64_t end) {
+    for (int64_t next = begin; begin < end; begin = next)
+      compute(begin, next = smaller(end, (begin / together + 1) * together));
   });
 }
 

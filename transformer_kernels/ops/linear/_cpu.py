@@ -36,8 +36,7 @@ ANY = 1 << 62
 # Written by benchmarks/linear_limits.py.
 LIMITS: dict[tuple[torch.dtype, str, str], tuple[tuple[int, int], ...]] = {
     (torch.float32, "all", ""): ((0, 1 << 19),),
-    (torch.float32, "all", "AMD"): ((0, 1 << 19), (128, 1 << 20), (256, 1 << 23)),
-    (torch.float32, "forward", "AMD"): ((128, 1 << 20), (256, 1 << 26)),
+    (torch.float32, "all", "AMD"): ((0, 1 << 19), (32, 1 << 26)),
     (torch.bfloat16, "all", ""): ((0, 1 << 19), (512, 1 << 22)),
     (torch.bfloat16, "all", "AMX"): (),
     (torch.bfloat16, "weight gradient", ""): ((0, 1 << 16), (2048, 1 << 19)),
@@ -52,7 +51,7 @@ def fuses(call: LinearCall) -> bool:
     return not _is_small_batch(call) and call.weight.numel() <= _limit(call.x, "all")
 
 
-def multiplies(x: Tensor, weight: Tensor, recorded: bool, forward_alone: bool = False) -> bool:
+def multiplies(x: Tensor, weight: Tensor, recorded: bool) -> bool:
     """Whether this package multiplies x (..., K) by a weight in less time than PyTorch, its call included.
 
     A forward product alone, without gradients, is at best as fast in ours where MKL is not slow, which it is on AMD.
@@ -61,7 +60,7 @@ def multiplies(x: Tensor, weight: Tensor, recorded: bool, forward_alone: bool = 
         return False
     if not recorded and processor(cpu.load()) != "AMD" and not cpu.is_reproducible():
         return False
-    return 0 < weight.numel() <= largest_weight(x, forward_alone)
+    return 0 < weight.numel() <= _limit(x, "all")
 
 
 def are_few(rows: int, weight: Tensor) -> bool:
@@ -71,11 +70,6 @@ def are_few(rows: int, weight: Tensor) -> bool:
     if rows < MIN_ROWS_ON_AMD or rows * weight.numel() < MIN_PRODUCTS_ON_AMD:
         return True
     return cpu.unavailable(weight.device) is not None or processor(cpu.load()) != "AMD"
-
-
-def largest_weight(x: Tensor, forward_alone: bool = False) -> int:
-    """The largest weight, in elements, whose products with x (..., K), as cast by autocast, are this package's."""
-    return max(_limit(x, "all"), _limit(x, "forward") if forward_alone else -1)
 
 
 def _limit(x: Tensor, products: str) -> int:
@@ -122,30 +116,23 @@ def _is_small_batch(call: LinearCall) -> bool:
 
 
 class Selected(Kernels):
-    """Layers of one layout of which PyTorch computes some products. This package's are the forward product of output
-    layers and the weight gradient of others."""
+    """Layers of one layout of which PyTorch computes some products, or all."""
 
     _made: Any = None
 
     def __init__(self, call: LinearCall) -> None:
         x, weight, _, _ = call
         self._products, self._small = Products(call), _is_small_batch(call)
-        largest = largest_weight(x, forward_alone=True) if x.dtype is torch.float32 else -1
-        self._forward = not self._small and weight.numel() <= largest
         self._gradient = not self._small and weight.numel() <= _limit(x, "weight gradient")
 
     def composed(self, call: LinearCall, backend: str | None, recorded: bool) -> Tensor | None:
         """PyTorch's layer where none of our products is faster: its own record costs less than an operation's."""
-        if not recorded or call.activation is not None or self._forward:
-            return None
-        if call.weight.requires_grad and self._gradient:
+        if not recorded or call.activation is not None or (call.weight.requires_grad and self._gradient):
             return None
         return torch.nn.functional.linear(call.x, call.weight, call.bias)
 
     def forward(self, call: LinearCall) -> LinearResult:
         """y, and y or the pre-activations, which backward needs."""
-        if self._forward:
-            return self._products.forward(call)
         if call.activation is None:
             return self._products.small_batch(call) if self._small else unactivated(call)
         before = self._products.small_batch(call).y if self._small else product(call, call.bias)
@@ -255,3 +242,10 @@ class Products(Kernels):
         if dweight is not None or dbias is not None:
             self._weight(dz, x, dweight, dbias)
         return dweight, in_dtype_of(bias, dbias)
+
+    def write_gradients(self, call: LinearCall, dy: Tensor, dx: Tensor | None, dweight: Tensor | None) -> None:
+        """The gradients, without an activation, into contiguous memory of theirs."""
+        if dx is not None:
+            self._data(dy, None, call.weight, None, dx, None, None)
+        if dweight is not None:
+            self._weight(dy, call.x, dweight, None)
