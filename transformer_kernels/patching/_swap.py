@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import functools
 import inspect
-import operator
 import types
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, is_grad_enabled, nn
 
 from transformer_kernels.backends.dispatch import BACKENDS, requested
 from transformer_kernels.ops._crossovers import is_automatic, prefers_torch
 from transformer_kernels.ops._foreign import UNPATCH, are_plain
 from transformer_kernels.patching._guard import guarded
+
+NO_LIMIT = 1 << 30
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -132,28 +133,42 @@ def _left_if_small(ours: Any, original: Any, mixin: Any) -> Any:
 
     Not where a dropout draws random numbers: activation checkpointing repeats such a call with gradients.
     """
-    below, tensors = mixin.small_below, getattr(mixin, "small_tensors", None)
-    as_before = getattr(mixin, "as_before", None)
+    below, tensors = mixin.small_below, getattr(mixin, "small_tensors", NO_LIMIT)
+    as_before = getattr(mixin, "as_before", lambda self, args, kwargs: original(self, *args, **kwargs))
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not (torch.is_grad_enabled() or self.training):
+        if not (is_grad_enabled() or self.training):
             x = args[0] if args else next(iter(kwargs.values()), None)
-            if isinstance(x, torch.Tensor) and is_automatic(x, self.backend) and _is_below(below, x):
-                others = () if tensors is None else (*args[tensors:], *kwargs.values())
-                if not (any(map(_trains, filter(None, self._modules.values()))) or any(map(torch.is_tensor, others))):
-                    return original(self, *args, **kwargs) if as_before is None else as_before(self, args, kwargs)
+            if isinstance(x, Tensor) and _is_below(below, x) and is_automatic(x, self.backend):
+                if not (_have_tensors(args, kwargs, tensors) or _draw(self._modules)):
+                    return as_before(self, args, kwargs)
         return ours(self, *args, **kwargs)
 
     return forward
 
 
-def _is_below(limit: int | str, x: torch.Tensor) -> bool:
+def _have_tensors(args: tuple[Any, ...], kwargs: dict[str, Any], most: int) -> bool:
+    """Whether there are more tensors than the first `most` positional arguments."""
+    if most == NO_LIMIT:
+        return False
+    for value in kwargs.values():
+        if isinstance(value, Tensor):
+            return True
+    return len(args) > most and any(map(torch.is_tensor, args[most:]))
+
+
+def _draw(modules: dict[str, Any]) -> bool:
+    """Whether a submodule is in training, as a dropout that draws random numbers is."""
+    for module in modules.values():  # faster than any()
+        if module is not None and module.training:
+            return True
+    return False
+
+
+def _is_below(limit: int | str, x: Tensor) -> bool:
     if isinstance(limit, int):
         return x.numel() < limit
     return prefers_torch(limit, x.numel(), x.dtype.itemsize, recorded=False)
-
-
-_trains = operator.attrgetter("training")
 
 
 def swap(module: Any, mixin: type, backend: str | None) -> None:
@@ -205,5 +220,5 @@ class MovedDropout(nn.Dropout):
     guards_itself = True
     small_below = 0
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return x

@@ -84,13 +84,12 @@ class MultiHeadAttention(ours.MultiHeadAttention):
 
 def _with_fused_path(attention: Any, forward: Any, module: Any, args: Any, kwargs: Any) -> Any:
     """A forward of torch that may use the fused inference path, which `_adopt` closes for other callers."""
-    state = vars(attention)
-    closed = state.get("_qkv_same_embed_dim", True)
+    state = attention.__dict__
     state["_qkv_same_embed_dim"] = True
     try:
         return forward(module, *args, **kwargs)
     finally:
-        state["_qkv_same_embed_dim"] = closed
+        state["_qkv_same_embed_dim"] = False
 
 
 class TransformerEncoder(nn.TransformerEncoder):
@@ -162,8 +161,8 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
 
     def as_before(self, args: Any, kwargs: Any) -> Any:
         """The original forward, its fused path included."""
-        attention, forward = self.self_attn, nn.TransformerEncoderLayer.forward
-        if isinstance(attention, MultiHeadAttention) and is_plain(attention, nn.MultiheadAttention):
+        attention, forward = self._modules["self_attn"], nn.TransformerEncoderLayer.forward
+        if isinstance(attention, MultiHeadAttention):
             return _with_fused_path(attention, forward, self, args, kwargs)
         return forward(self, *args, **kwargs)
 
