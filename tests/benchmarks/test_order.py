@@ -2,12 +2,14 @@
 
 import json
 import runpy
+from pathlib import Path
 
 import pytest
 import torch
 
 import transformer_kernels as tk
-from benchmarks import order
+from benchmarks import evidence, gpu, order, results
+from tests.benchmarks.rows import STAMP, operation_row
 from transformer_kernels.backends import _order, dispatch
 
 HOPPER = (9, 0)
@@ -52,13 +54,58 @@ def test_the_command_rewrites_the_table(tmp_path, capsys):
     file = tmp_path / "_order.py"
     with open(_order.__file__) as source:
         file.write_text(source.read())
-    for _ in range(2):
-        assert order.main([str(tmp_path), "--file", str(file)]) == 0
-        assert runpy.run_path(str(file))["MEASURED"] == _order.MEASURED | {HOPPER: {"gelu": "cuda"}}
+    assert order.main([str(tmp_path), "--file", str(file)]) == 0
+    written = file.read_text()
+    assert order.main([str(tmp_path), "--file", str(file)]) == 0 and file.read_text() == written
+    assert runpy.run_path(str(file))["MEASURED"] == _order.MEASURED | {HOPPER: {"gelu": "cuda"}}
     (tmp_path / "environment.json").write_text(json.dumps({"capability": None}))
     assert (
         order.main([str(tmp_path), "--file", str(file)]) == 1 and "not the record of a GPU" in capsys.readouterr().out
     )
+
+
+def lines(folder, **files):
+    for name, listed in files.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in listed))
+
+
+def test_auto_follows_the_record_of_a_gpu(tmp_path, monkeypatch):
+    """The folder that a call leaves is merged, its order written, and used, as benchmarks/README.md describes."""
+    left, table = tmp_path / "left", tmp_path / "_order.py"
+    left.mkdir()
+    described = {**STAMP, "device_type": "cuda", "sources": "x", "capability": HOPPER}
+    (left / "environment.json").write_text(json.dumps(described))
+    timed = [
+        operation_row(seconds, op=op, candidate=f"ours {backend}", case="rows", shape={"M": 4, "N": 64})
+        for op, backend, seconds in (("gelu", "triton", 2.0), ("gelu", "cuda", 1.0), ("softmax", "triton", 1.0))
+    ]
+    passed = {"outcome": "passed", "dtype": "bfloat16", "backend": "cuda", "op": "gelu"}
+    test = {
+        "test": "tests/ops/test_gelu.py::test_forward[cuda-bfloat16]",
+        "outcome": "passed",
+        "seconds": 0.1,
+        "why": "",
+    }
+    lines(left, rows=timed, tests=[test], verdicts=[passed], steps=[{"step": "parity", "event": "ended", "wrong": ""}])
+    assert {evidence.TESTS, gpu.VERDICTS, gpu.STEPS} <= {file.name for file in left.iterdir()}
+    table.write_text(Path(_order.__file__).read_text())
+
+    folder = results.merge(left, tmp_path / "results")
+    assert order.main([str(folder), "--file", str(table)]) == 0
+
+    monkeypatch.setattr(_order, "MEASURED", runpy.run_path(str(table))["MEASURED"])
+    monkeypatch.setattr(_order, "_capability", lambda device: HOPPER)
+    monkeypatch.setattr(dispatch, "unavailable", lambda backend, device: None)
+    monkeypatch.setattr(dispatch, "_refusal", lambda operation, backend, call: None)
+    monkeypatch.setattr(dispatch, "distrusted", None)
+    for op, first in (("gelu", "cuda"), ("softmax", "triton")):
+        assert dispatch._automatic(dispatch.OPERATIONS[op], None, torch.device("cuda", 0)) == (first, {})
+
+
+def test_a_kernel_that_failed_since_is_not_verified():
+    """A record keeps the verdicts on older sources; the last one counts."""
+    assert order.fastest(ROWS, [*VERDICTS, verdict("gelu", "cuda", failed=1)]) == {}
+    assert order.fastest(ROWS, [verdict("gelu", "cuda", failed=1), *VERDICTS]) == {"gelu": "cuda"}
 
 
 @pytest.mark.parametrize(("op", "first"), [("gelu", "cuda"), ("softmax", "triton")])
