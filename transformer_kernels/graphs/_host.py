@@ -456,8 +456,13 @@ class Recording(TorchDispatchMode):
         """Run an operation of this package and record its kernels and operators, not the operation itself."""
         self._kept.append(self._aliases(arguments))
         operation: Any = OPERATIONS[name.removesuffix("_backward")]
+        backward = name.endswith("_backward")
+        if operation.call.as_run is not None and cpu.unavailable(torch.device("cpu")) is None:
+            outputs = self._by_values(operation, backward, arguments)
+            if outputs is not None:
+                return outputs
         with self:
-            if name.endswith("_backward"):
+            if backward:
                 return operation.run_backward(*arguments)
             if operation.call.check_when_run is not None:
                 self.on_host(operation.call.check_when_run, (operation.nested(arguments[:-1]),))
@@ -465,6 +470,23 @@ class Recording(TorchDispatchMode):
             if isinstance(outputs, Tensor):
                 return outputs
             return tuple(output.detach() for output in outputs)  # autograd requires a new tensor for each
+
+    def _by_values(self, operation: Any, backward: bool, arguments: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
+        """Run an operation whose masks have a structure, and record it as one call, which reads its masks again."""
+
+        def run(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
+            compute = operation.run_backward if backward else operation.compute
+            for output, result in zip(outputs, compute(*operation.as_run(backward, arguments)), strict=True):
+                output.copy_(result)
+
+        with cpu.recorded([]):  # the kernels that it calls are not calls of the recording
+            with torch.utils._python_dispatch._disable_current_modes():
+                if operation.as_run(backward, arguments) is arguments:
+                    return None
+            with self:
+                outputs = operation.empty(backward, arguments)
+            self.on_host(run, (arguments, outputs))
+        return tuple(output.detach() for output in outputs)  # autograd requires a new tensor for each
 
     def _note(self, function: Any, args: Any, kwargs: Any, written: list[Tensor]) -> None:
         """Record a call that recomputes the results in place."""

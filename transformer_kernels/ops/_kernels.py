@@ -28,6 +28,10 @@ class Call:
     check_when_run: ClassVar[Callable[[Any], None] | None] = None
     """(call) -> None: checks the values of a traced call, which has none before it runs."""
 
+    as_run: ClassVar[Callable[[Any, str | None], Any] | None] = None
+    """(call, backend) -> the call that the values of its masks make of it, or itself. None: values make no difference.
+    A recorded step asks in each replay, other calls when they are prepared."""
+
     gradient_layout: ClassVar[Callable[[Tensor], Tensor]] = Tensor.contiguous
     """The layout in which kernels read the gradient of the first output."""
 

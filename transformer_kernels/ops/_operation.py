@@ -422,6 +422,26 @@ class Operation:
         call, results = self.kept(values[:tensors], values[tensors:])
         return call, results, self.incoming(results, grads), tuple(wanted), backend
 
+    def as_run(self, backward: bool, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments that the values of masks make of an operator's, or the same tuple."""
+        *values, backend = arguments
+        begin = self.public if backward else 0
+        tensors = begin + len(self._kept_call)
+        results = tensors + len(self.kept_results)
+        call = self.kept(values[begin:results], values[results:-1])[0] if backward else self.nested(values)
+        found = call.as_run(backend) if self.call.as_run is not None else call
+        if found is call:
+            return arguments
+        flat = self.flat(found)
+        if not backward:
+            return *flat, backend
+        kept = *self._saved_tensors(flat), *values[tensors:results], *self._saved_numbers(flat)
+        return *values[:begin], *kept, values[-1], backend
+
+    def empty(self, backward: bool, arguments: tuple[Any, ...]) -> Any:
+        """Empty tensors for what an operator returns."""
+        return (self._fake_backward if backward else self._fake)(*arguments)
+
     def run_backward(self, *arguments: Any) -> Any:
         """What its gradient's operator returns."""
         call, results, grads, wanted, backend = self._unpacked(arguments)

@@ -15,7 +15,7 @@ from transformer_kernels.ops._dropout import draw_seed
 from transformer_kernels.ops._kernels import Kernels, record
 from transformer_kernels.ops.attention._composed import composed, output_tangents
 from transformer_kernels.ops.attention._sinks import WithSinks
-from transformer_kernels.ops.attention._structure import hides, understood
+from transformer_kernels.ops.attention._structure import hides, recognised, understood
 from transformer_kernels.ops.attention.scores import (
     OP,
     Scores,
@@ -48,6 +48,10 @@ class AttentionCall(NamedTuple):
         q = self.q
         lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
         return AttentionResult(like_output(q), lse, q.new_empty((*q.shape[:2], 2, q.shape[2]), dtype=torch.float32))
+
+    def as_run(self, backend: str | None) -> AttentionCall:
+        """With the structure of a dense mask."""
+        return recognised(backend, self, self.q, self.k, (*self.q.shape[:3], self.k.shape[2]))  # type: ignore[no-any-return]
 
     def in_pytorch(self, outputs: int) -> tuple[Tensor, ...]:
         return composed(self, outputs > 1)

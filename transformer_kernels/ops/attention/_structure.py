@@ -54,6 +54,9 @@ MAX_MASKS = 256
 MIN_SCORES = 4096
 """Scores of a head from which a call reads its mask."""
 
+MIN_RECORDED_SCORES = 1 << 18
+"""Scores of a call from which each replay of a recorded step reads its mask: that takes 0.1 ms of Python (Zen 5)."""
+
 LOG_OF_SMALLEST = -104.0
 """exp of less is 0 in float32."""
 
@@ -63,12 +66,13 @@ FORMATS = {torch.float16: ("<H", "<e"), torch.float32: ("<I", "<f"), torch.float
 _remembered: dict[Any, tuple[StorageWeakRef, int, Structure | None]] = {}
 
 
-def structure_of(mask: Tensor, shape: Shape) -> Structure | None:
+def structure_of(mask: Tensor, shape: Shape, remembered: bool = True) -> Structure | None:
     """The structure of a mask that broadcasts to the scores; None where it has none, or is not to be read.
 
     Args:
         mask: bool, True = visible, or floating and added to the scores; 1 to 4 axes, which broadcast to `shape`.
         shape: (B, H, Lq, Lk) of the scores.
+        remembered: False reads the values again: replays of a recorded step write them without a new version.
 
     A mask with a gradient, on another device than the CPU, or being traced is not read. The structure is remembered by
     the memory of the mask, its layout and its version, except where memory is shared with numpy or another process,
@@ -76,6 +80,8 @@ def structure_of(mask: Tensor, shape: Shape) -> Structure | None:
     """
     if not _is_readable(mask) or mask.requires_grad or mask.dim() > 4:
         return None
+    if not remembered:
+        return _read(mask[(None,) * (4 - mask.dim())], shape)
     storage = mask.untyped_storage()
     key = storage._cdata, mask.data_ptr(), mask.shape, mask.stride(), mask.dtype, shape
     found = _remembered.get(key)
@@ -121,6 +127,7 @@ def understood(
     causal: bool,
     key_padding_mask: Tensor | None,
     is_hidden_by: Callable[[float], bool],
+    remembered: bool = True,
 ) -> tuple[Tensor | None, bool, Tensor | None, Tensor | None]:
     """`attn_bias`, `causal`, `key_padding_mask` and the ranges of keys of a call, whose mask is recognised.
 
@@ -136,7 +143,7 @@ def understood(
         return torch.where(attn_bias, shown, -math.inf), causal, key_padding_mask, None
     if named not in ("auto", "cpu") or shape[2] * shape[3] < MIN_SCORES:
         return given
-    structure = structure_of(attn_bias, shape)
+    structure = structure_of(attn_bias, shape, remembered)
     if structure is None or not (structure.hidden == -math.inf or is_hidden_by(structure.hidden)):
         return given
     padding = structure.key_padding_mask
@@ -145,6 +152,33 @@ def understood(
             return given
         padding = padding & key_padding_mask
     return None, causal or structure.causal, key_padding_mask if padding is None else padding, structure.key_ranges
+
+
+def recognised(backend: str | None, call: Any, q: Tensor, k: Tensor | None, shape: Shape) -> Any:
+    """A call of a traced operation with the structure that the values of its mask have now; itself without one.
+
+    Without keys only -inf hides.
+    """
+    scores = call.scores
+    mask = scores.mask if scores.bias is None else scores.bias
+    both = scores.mask is not None and scores.bias is not None
+    if mask is None or both or scores.key_ranges is not None or scores.cu_seqlens is not None:
+        return call
+    if math.prod(shape) < MIN_RECORDED_SCORES:
+        return call
+    alone = not (scores.causal or scores.windowed) and scores.key_padding_mask is scores.alibi_slopes is None
+
+    def is_hidden_by(number: float) -> bool:
+        return alone and k is not None and hides(number, q, k, scores.scale, scores.softcap or None)
+
+    mask, causal, padding, ranges = understood(
+        backend, q, shape, mask, scores.causal, scores.key_padding_mask, is_hidden_by, remembered=False
+    )
+    if mask is not None:
+        return call
+    right = 0 if causal else scores.right
+    found = {"right": right, "key_padding_mask": padding, "key_ranges": ranges}
+    return call._replace(scores=scores._replace(bias=None, mask=None, **found))
 
 
 def _is_readable(mask: Tensor) -> bool:

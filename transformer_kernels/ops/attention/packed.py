@@ -14,7 +14,7 @@ from transformer_kernels.ops._kernels import Adapter, Grads, Kernels, Wanted, re
 from transformer_kernels.ops.attention import AttentionCall, AttentionResult, check_devices
 from transformer_kernels.ops.attention._common import Angles
 from transformer_kernels.ops.attention._sinks import WithSinks
-from transformer_kernels.ops.attention._structure import understood
+from transformer_kernels.ops.attention._structure import recognised, understood
 from transformer_kernels.ops.attention.scores import (
     Scores,
     Window,
@@ -46,6 +46,11 @@ class PackedAttentionCall(NamedTuple):
         lse = qkv.new_empty((batch, heads, length), dtype=torch.promote_types(qkv.dtype, torch.float32))
         statistics = qkv.new_empty((batch, heads, 2, length), dtype=torch.float32)
         return AttentionResult(qkv.new_empty(batch, length, heads * width), lse, statistics)
+
+    def as_run(self, backend: str | None) -> PackedAttentionCall:
+        """With the structure of a dense mask."""
+        batch, length = self.qkv.shape[:2]
+        return recognised(backend, self, self.qkv, None, (batch, self.heads, length, length))  # type: ignore[no-any-return]
 
     def in_pytorch(self, outputs: int) -> tuple[Tensor]:
         inner = _on_views(self)
