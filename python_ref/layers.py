@@ -62,6 +62,15 @@ def linear(ops: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None, acti
     return called.linear(x, weight, bias, activation=activation)
 
 
+def add_dropped(ops: Any, x: Tensor, residual: Tensor, p: float) -> Tensor:
+    """dropout(x) + residual; by PyTorch under a compiler, and where `ops` has no such function."""
+    called = getattr(ops, "add_dropped", None)
+    if called is None or torch.compiler.is_compiling():
+        return residual + F.dropout(x, p)
+    added: Tensor = called(x, residual, p)
+    return added
+
+
 class Linear(HoldsOps, nn.Linear):
     """`torch.nn.Linear` by `linear`."""
 
@@ -472,7 +481,7 @@ class Transformer(Layer):
             cache.advance(tokens.shape[1])
         if self.final_norm is not None:
             return self.final_norm.add(branch, stream)[0]
-        return stream if branch is None else stream + F.dropout(branch, self.dropout_p)
+        return stream if branch is None else add_dropped(self.ops, branch, stream, self.dropout_p)
 
     def _rotation(self, tokens: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor] | None:
         """cos and sin for rotary positions, (L, R / 2), or (B, L, R / 2) if positions are given."""

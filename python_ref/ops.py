@@ -604,6 +604,11 @@ def _dropped_rows(x: Tensor, p: float) -> Tensor:
     return _dropout(x, keep.view_as(x), p)
 
 
+def add_dropped(x: Tensor, residual: Tensor, p: float) -> Tensor:
+    """dropout(x) + residual, the sum in `add_layer_norm`."""
+    return _dropped_rows(x, p) + residual
+
+
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-5) -> Tensor:
     """y = x / sqrt(mean(x^2) + eps) * weight over the last axis: LayerNorm without centring and without bias.
 

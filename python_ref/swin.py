@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from python_ref import ops as reference_ops
 from python_ref.config import TransformerConfig
-from python_ref.layers import Layer, Linear, PreNormBlock, Transformer, make_norm
+from python_ref.layers import Layer, Linear, PreNormBlock, Transformer, add_dropped, make_norm
 from python_ref.vit import image_patches
 
 
@@ -142,7 +142,7 @@ class SwinBlock(Layer):
         stream, branch = self.inner(
             windows(x, self.side), attn_bias=bias, causal=False, key_padding_mask=None, cu_seqlens=None
         )
-        x = joined(stream + F.dropout(branch, self.dropout_p), self.side, height, width)
+        x = joined(add_dropped(self.ops, branch, stream, self.dropout_p), self.side, height, width)
         return x if self.shifted is None else x.roll((self.shift, self.shift), (1, 2))
 
 

@@ -227,6 +227,21 @@ def test_threads_do_not_change_the_bits(op, instruction_set):
         assert all(torch.equal(a, b) for a, b in zip(seen[0], other, strict=True))
 
 
+@pytest.mark.parametrize("op", ["softmax", "gelu", "layer_norm"])
+def test_results_past_the_caches_have_the_bits_of_small_ones(op, instruction_set):
+    """A result of 8 MiB is written by other instructions than one of its rows."""
+    x = torch.randn(33, 1 << 16, requires_grad=True)
+    dy = torch.randn_like(x)
+    options = {"weight": dy[0], "bias": dy[1]} if op == "layer_norm" else {}
+    y = getattr(tk, op)(x, **options, backend="cpu")
+    (dx,) = torch.autograd.grad(y, x, dy)
+    for row in (0, 32):
+        one = x[row : row + 1].detach().requires_grad_()
+        expected = getattr(tk, op)(one, **options, backend="cpu")
+        assert torch.equal(y[row], expected[0])
+        assert torch.equal(dx[row], torch.autograd.grad(expected, one, dy[row : row + 1])[0][0])
+
+
 def test_an_unknown_instruction_set_is_refused():
     used = KERNELS.instruction_set()
     with pytest.raises(ValueError, match=r"that this processor has and that was built \(plain.*\); got avx9000"):

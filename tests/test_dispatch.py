@@ -134,6 +134,21 @@ def test_bound_operations_have_the_signatures_of_the_reference():
         assert [*ours, "backend"] == list(public.parameters)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_sum_with_dropout_draws_the_mask_of_the_reference(dtype):
+    x, residual, dy = torch.randn(3, 2, 33, 70).unbind()
+    found = []
+    for bound in (tk.bind(), reference):
+        leaves = x.to(dtype).requires_grad_(), residual.clone().requires_grad_()
+        torch.manual_seed(2)
+        with torch.autocast("cpu", dtype, enabled=dtype is torch.bfloat16):
+            y = bound.add_dropped(*leaves, 0.3)
+        assert y.dtype is torch.float32
+        found.append([y.detach(), *torch.autograd.grad(y, leaves, dy)])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps)
+
+
 def test_bound_operations_use_their_backend(monkeypatch):
     import copy
     import pickle

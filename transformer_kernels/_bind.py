@@ -7,7 +7,11 @@ import inspect
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import torch.nn.functional as F
+from torch import Tensor
+
 from transformer_kernels import ops
+from transformer_kernels.backends import cpu
 from transformer_kernels.backends.dispatch import OPERATIONS, requested
 
 if TYPE_CHECKING:
@@ -24,6 +28,13 @@ class BoundOperations:
         self.backend = None if backend is None else requested(backend)
         for name in OPERATIONS:
             setattr(self, name, _without_backend(getattr(ops, name), self.backend))
+
+    def add_dropped(self, x: Tensor, residual: Tensor, p: float) -> Tensor:
+        """dropout(x) + residual, as `add_rms_norm` computes it, whose norm is not used."""
+        if p == 0.0 or cpu.is_reproducible():  # where results of earlier versions keep their bits
+            return residual + F.dropout(x, p)
+        weight = residual.new_ones(x.shape[-1])
+        return ops.add_rms_norm(x, residual, weight, dropout_p=p, backend=self.backend)[1]
 
     def __repr__(self) -> str:
         return f"transformer_kernels.bind({self.backend!r})"

@@ -64,6 +64,9 @@ TK_INLINE void finish_results([[maybe_unused]] bool past_caches) {
 #endif
 }
 
+// Of longer rows one of x and of dy is all that stays in the second-level cache between two passes over them.
+constexpr int64_t NEAR_COLUMNS = 32768;
+
 // Slots of scratch memory.
 constexpr int ROW_SLOT = 0, SUMS_SLOT = 1;
 

@@ -132,3 +132,61 @@ def test_a_gradient_that_attention_writes_after_the_product_is_added_after_it(pa
     for found, wanted in zip(replay(), expected, strict=True):
         assert torch.equal(found, wanted)
     assert "linear_backward_data_added" not in names
+
+
+def block(parts, kind, read=None):
+    """y and the gradients of a block of a network in bfloat16 around norms in float32, which autocast casts between.
+
+    With `read` also a value computed from the result of a norm, its sum or its gradient, which stays in float32.
+    """
+    found = []
+    add = tk.add_rms_norm if kind == "rms" else tk.add_layer_norm
+    x, norm, up, down = (part.detach().requires_grad_() for part in parts)
+    with torch.autocast("cpu", torch.bfloat16):
+        stream = x * 2
+        for _ in range(2):
+            normed = stream if kind == "post" else tk.layer_norm(stream, norm, backend="cpu")
+            if read == "gradient":
+                normed.register_hook(lambda gradient: found.append(gradient * 3))
+            inner = tk.linear(normed, up, activation="gelu", backend="cpu")
+            branch = tk.linear(inner, down, backend="cpu")
+            normed, summed = add(branch, stream, norm, dropout_p=0.0 if kind == "pre" else 0.3, backend="cpu")
+            stream = normed if kind == "post" else summed
+        y = tk.linear(normed, up, backend="cpu")
+    found += [normed.detach() * 2] if read == "normed" else []
+    gradients = torch.autograd.grad(y.float().square().mean() + summed.square().mean(), (x, norm, up, down))
+    return [y.detach(), *gradients, *found]
+
+
+def seeded(function):
+    torch.manual_seed(5)
+    return function()
+
+
+@pytest.mark.parametrize("kind", ["pre", "post", "rms"])
+def test_norms_cast_between_products_with_the_same_bits(parts, kind, names, instruction_set, two_threads):
+    own = "amx" not in instruction_set
+    torch.set_num_threads(2 if own else 1)  # the bits of PyTorch's products in tiles depend on their number
+    expected = seeded(lambda: block(parts, kind))
+    replay = HostGraphs().capture(lambda: block(parts, kind))
+    replay()
+    for _ in range(2):
+        for found, wanted in zip(seeded(replay), expected, strict=True):
+            assert torch.equal(found, wanted)
+    if own:  # y.float() and its gradient, and gradients of two tensors that are one without dropout, or the first x
+        assert names.count("copy_") == {"pre": 4, "post": 3, "rms": 2}[kind]
+
+
+@pytest.mark.parametrize("read", ["normed", "gradient"])
+def test_what_another_call_reads_is_kept_in_float32(parts, names, read):
+    expected = block(parts, "pre", read)
+    replay = HostGraphs().capture(lambda: block(parts, "pre", read))
+    replay()
+    for found, wanted in zip(replay(), expected, strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_a_cast_that_no_call_reads_is_dropped(names):
+    x = torch.randn(64, 70)
+    replay = HostGraphs().capture(lambda: (x.bfloat16(), tk.layer_norm(x, x[0], backend="cpu") + 1)[1])
+    assert torch.equal(replay(), replay()) and names.count("copy_") == 0

@@ -1,14 +1,16 @@
-"""Fusion of calls in a recorded step.
+"""Fusion of calls in a recorded step; the results are bitwise equal.
 
-Autograd adds dx of a linear layer to the gradient of the residual stream, under autocast after widening it. The kernel
-of the product computes the sum instead if no other call reads dx. The results are bitwise equal.
+Autograd adds dx of a linear layer to the gradient of the residual stream, under autocast after widening it: the kernel
+of the product computes the sum instead if no other call reads dx. Autocast casts between the products, in bfloat16, and
+the norms, in float32: the kernel of the norm reads or writes bfloat16 instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,13 +20,21 @@ from transformer_kernels.backends import cpu
 
 Call = tuple[Callable[..., Any], Any]
 
+PACKAGE = __name__.partition(".")[0] + "."
 PRODUCT = "linear_backward_data"
+
+READ_NARROW = {"norm_forward": ("x", "x_is_bfloat16"), "norm_backward": ("dy", "dy_is_bfloat16")}
+"""Kernels in float32 that read an operand in bfloat16 too: the fields with its address and whether it is bfloat16."""
+
+WRITTEN_NARROW = {"norm_forward": ("y",), "norm_backward": ("dx", "dresidual")}
+"""Kernels in float32 that write a result, the first that there is, in bfloat16 too, to `narrow`. Only the first one may
+then be absent."""
 
 
 def fused(
     calls: Sequence[Call], began: Sequence[tuple[int, int]], is_free: Callable[[Tensor], bool]
 ) -> tuple[list[Call], list[Call]]:
-    """The calls with sums of gradients fused into the products before them, and the calls that were replaced.
+    """The calls with sums of gradients and casts fused into kernels, and the calls that were replaced.
 
     Args:
         calls: in order.
@@ -34,6 +44,8 @@ def fused(
     found = _Calls(calls, began, is_free)
     for number in range(len(calls)):
         found.add_in_product(number)
+    for number in range(len(calls)):
+        found.cast_in_kernel(number)
     kept = [call for number, call in enumerate(found.calls) if number not in found.gone]
     return kept, [calls[number] for number in sorted(found.gone | found.changed)]
 
@@ -44,6 +56,7 @@ class _Calls:
     ) -> None:
         self.calls, self.gone, self.changed = list(calls), set[int](), set[int]()
         self._began, self._is_free = began, is_free
+        self._memory = [_memory_of(call) for call in calls]
 
     def add_in_product(self, number: int) -> None:
         """If the call adds dx to the residual's gradient, fuse it into the product that computes dx."""
@@ -60,63 +73,171 @@ class _Calls:
     def _replaced(self, number: int, dx: Tensor, residual: Tensor, total: Tensor) -> bool:
         between = {number}
         made = self._only_writer(dx, number)
-        if made is not None and getattr(self.calls[made][0], "__name__", "") == "copy_":
+        if made is not None and _name(self.calls[made]) == "copy_":
             narrow = self.calls[made][1][0]
             between.add(made)
             if narrow.dtype is not torch.bfloat16 or not _is_plain(narrow, dx):
                 return False
             dx, made = narrow, self._only_writer(narrow, made)
-        if made is None or getattr(self.calls[made][0], "__name__", "") != PRODUCT:
+        if made is None or _name(self.calls[made]) != PRODUCT:
             return False
-        kernel, arguments = self.calls[made]
+        _, arguments = self.calls[made]
         if arguments.dx != dx.data_ptr() or arguments.dtype != cpu.DTYPE_CODES[dx.dtype]:
             return False
         later = [index for index in range(made, number) if index not in between]
-        if any(_mentions(self.calls[at], tensor) for at in later for tensor in (residual, total)):
+        if self._users(residual, later) or self._users(total, later):
             return False
-        fused_arguments = arguments._replace(dx=0, residual=residual.data_ptr(), sum=total.data_ptr())
-        self.calls[made] = kernel, fused_arguments
+        self._change(made, dx=0, residual=residual.data_ptr(), sum=total.data_ptr())
+        self._begins(total, number, made)
         self.gone |= between
-        self.changed.add(made)
         return True
+
+    def cast_in_kernel(self, number: int) -> None:
+        """If the call casts an operand or a result of a kernel that can do that itself, fuse it into the kernel.
+
+        A copy that no call reads is dropped.
+        """
+        result = _copied_to(self.calls[number])
+        if number in self.gone or result is None:
+            return
+        source = self.calls[number][1][0]
+        if self._users(result, self._life(result, number)) == [number]:
+            self.gone.add(number)
+        elif not _is_plain(source, result):
+            return
+        elif (source.dtype, result.dtype) == (torch.bfloat16, torch.float32):
+            self._read_narrow(number, source, result)
+        elif (source.dtype, result.dtype) == (torch.float32, torch.bfloat16):
+            self._write_narrow(number, source, result)
+
+    def _read_narrow(self, number: int, narrow: Tensor, wide: Tensor) -> None:
+        """Let the only kernel that reads `wide` read `narrow`."""
+        users = self._users(wide, self._life(wide, number))
+        if len(users) != 2 or users[0] != number or self._users(narrow, range(number + 1, users[1] + 1)):
+            return
+        name, arguments = _name(self.calls[users[1]]), self.calls[users[1]][1]
+        if name not in READ_NARROW or not _has_rows_of(arguments, wide):
+            return
+        field, flag = READ_NARROW[name]
+        inside = [key for key, value in arguments._asdict().items() if _is_in(value, wide)]
+        if inside != [field] or getattr(arguments, field) != wide.data_ptr():
+            return
+        self._change(users[1], **{field: narrow.data_ptr(), flag: True})
+        self.gone.add(number)
+
+    def _write_narrow(self, number: int, wide: Tensor, narrow: Tensor) -> None:
+        """Let the kernel that has written `wide` write `narrow`, and `wide` only where another call reads it."""
+        life = self._life(wide, number)
+        before = [user for user in self._users(wide, life) if user < number and not self._copies(user, wide)]
+        if not before or self._users(narrow, range(before[-1] + 1, number)):
+            return
+        writer = before[-1]
+        name, arguments = _name(self.calls[writer]), self.calls[writer][1]
+        if name not in WRITTEN_NARROW or arguments.narrow or not _has_rows_of(arguments, wide):
+            return
+        fields = WRITTEN_NARROW[name]
+        field = next(field for field in fields if getattr(arguments, field))
+        if getattr(arguments, field) != wide.data_ptr():
+            return
+        operand = READ_NARROW[name][0]  # each element is read before it is written
+        others = arguments._replace(**{operand: 0}) if getattr(arguments, operand) == narrow.data_ptr() else arguments
+        if _memory_of((self.calls[writer][0], others)).has(narrow):
+            return
+        self._change(writer, narrow=narrow.data_ptr())
+        self._begins(narrow, number, writer)
+        self.gone.add(number)
+        if field == fields[0] and self._users(wide, life) == [writer]:
+            self._change(writer, **{field: 0})
+
+    def _copies(self, number: int, tensor: Tensor) -> bool:
+        """Whether a call only copies the tensor to other memory."""
+        result = _copied_to(self.calls[number])
+        return result is not None and result.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
+
+    def _change(self, number: int, **fields: Any) -> None:
+        """Replace arguments of a kernel."""
+        kernel, arguments = self.calls[number]
+        self.calls[number] = kernel, arguments._replace(**fields)
+        self._memory[number] = _memory_of(self.calls[number])
+        self.changed.add(number)
+
+    def _begins(self, tensor: Tensor, number: int, earlier: int) -> None:
+        """Note that a tensor which began at a call begins at an earlier one."""
+        new = number, tensor.untyped_storage().data_ptr()
+        self._began = [(earlier, new[1]) if begin == new else begin for begin in self._began]
 
     def _only_writer(self, tensor: Tensor, reader: int) -> int | None:
         """The call before `reader` that writes the tensor, if only these two access it."""
+        users = self._users(tensor, self._life(tensor, reader))
+        return users[0] if len(users) == 2 and users[1] == reader else None
+
+    def _life(self, tensor: Tensor, user: int) -> range:
+        """The calls in which the tensor that `user` accesses may be; none if others may refer to it."""
         address = tensor.untyped_storage().data_ptr()
         begins = [call for call, began in self._began if began == address]
-        first = max((call for call in begins if call <= reader), default=None)
-        if first is None:
-            return None
-        end = min((call for call in begins if call > reader), default=None)
-        if end is None and not self._is_free(tensor):
-            return None
-        life = range(first, len(self.calls) if end is None else end)
-        users = [number for number in life if number not in self.gone and _mentions(self.calls[number], tensor)]
-        return users[0] if len(users) == 2 and users[1] == reader else None
+        first = max((call for call in begins if call <= user), default=None)
+        end = min((call for call in begins if call > user), default=None)
+        if first is None or (end is None and not self._is_free(tensor)):
+            return range(0)
+        return range(first, len(self.calls) if end is None else end)
+
+    def _users(self, tensor: Tensor, among: Iterable[int]) -> list[int]:
+        """Which of these calls may read or write the storage of the tensor."""
+        return [number for number in among if number not in self.gone and self._memory[number].has(tensor)]
+
+
+class _Memory(NamedTuple):
+    """The memory that a call may read or write: addresses of storages, and addresses among its numbers, in order."""
+
+    is_unknown: bool
+    storages: frozenset[int]
+    numbers: list[int]
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether the storage of a tensor is among it."""
+        storage = tensor.untyped_storage()
+        begin = storage.data_ptr()
+        at = bisect_left(self.numbers, begin)
+        inside = at < len(self.numbers) and self.numbers[at] < begin + storage.nbytes()
+        return self.is_unknown or inside or begin in self.storages
+
+
+def _memory_of(call: Call) -> _Memory:
+    function: Any
+    function, arguments = call
+    own: Any = ()
+    if isinstance(function, partial):
+        function, own = function.func, (function.args, function.keywords)
+    bound = getattr(function, "__self__", None)
+    is_python = hasattr(function, "__code__") or hasattr(function, "__func__")
+    if is_python and not isinstance(bound, Tensor) and not isinstance(function, torch._ops.OpOverload):
+        is_ours = getattr(function, "__module__", "").startswith(PACKAGE) and bound is None
+        if not is_ours or getattr(function, "__closure__", None):
+            return _Memory(True, frozenset(), [])  # it may refer to tensors that are not among its arguments
+    leaves = pytree.tree_leaves((bound, own, arguments))
+    storages = frozenset(leaf.untyped_storage().data_ptr() for leaf in leaves if isinstance(leaf, Tensor))
+    return _Memory(False, storages, sorted(leaf for leaf in leaves if isinstance(leaf, int)))
+
+
+def _name(call: Call) -> str:
+    return getattr(call[0], "__name__", "")
+
+
+def _copied_to(call: Call) -> Tensor | None:
+    """The result of a copy, None for other calls."""
+    result = getattr(call[0], "__self__", None)
+    return result if _name(call) == "copy_" and isinstance(result, Tensor) else None
+
+
+def _has_rows_of(arguments: Any, tensor: Tensor) -> bool:
+    """Whether a kernel in float32 reads or writes as many elements as the tensor has."""
+    return arguments.dtype == cpu.DTYPE_CODES[torch.float32] and arguments.rows * arguments.columns == tensor.numel()
+
+
+def _is_in(value: Any, tensor: Tensor) -> bool:
+    return _Memory(False, frozenset(), [value] if isinstance(value, int) else []).has(tensor)
 
 
 def _is_plain(term: Any, result: Tensor) -> bool:
     """Whether `term` is a tensor with the layout of `result`."""
     return isinstance(term, Tensor) and term.shape == result.shape and term.is_contiguous() and result.is_contiguous()
-
-
-def _mentions(call: Call, tensor: Tensor) -> bool:
-    """Whether a call may read or write the storage of a tensor."""
-    function: Any
-    function, arguments = call
-    own: Any = ()
-    if isinstance(function, partial):
-        function, own = function.func, function.keywords
-    bound = getattr(function, "__self__", None)
-    is_python = hasattr(function, "__code__") or hasattr(function, "__func__")
-    if is_python and not isinstance(bound, Tensor) and not isinstance(function, torch._ops.OpOverload):
-        return True  # it may refer to tensors that are not among its arguments
-    storage = tensor.untyped_storage()
-    begin, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-    for leaf in pytree.tree_leaves((bound, own, arguments)):
-        if isinstance(leaf, Tensor):
-            if leaf.untyped_storage().data_ptr() == begin:
-                return True
-        elif isinstance(leaf, int) and begin <= leaf < end:
-            return True
-    return False

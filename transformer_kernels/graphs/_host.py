@@ -514,12 +514,7 @@ class Recording(TorchDispatchMode):
             writing, names = into
             self.calls.append((partial(writing, **options, **dict(zip(names, results, strict=True))), inputs))
             return
-
-        def again() -> None:
-            for old, new in zip(results, tensors(function(*inputs, **options)), strict=True):
-                old.copy_(new)
-
-        self.calls.append((again, ()))
+        self.calls.append((partial(_again, function), (results, inputs, options)))
 
     def _placed(self, tensor: Tensor) -> Tensor:
         if tensor not in self._memory:
@@ -578,6 +573,12 @@ def in_one_piece(function: Callable[..., None], *arguments: Any) -> None:
         recording.on_host(function, arguments)
     else:
         function(*arguments)
+
+
+def _again(function: Callable[..., Any], results: list[Tensor], inputs: Any, options: Any) -> None:
+    """Call an operator that cannot write to given memory, and copy its results there."""
+    for old, new in zip(results, tensors(function(*inputs, **options)), strict=True):
+        old.copy_(new)
 
 
 def _depends_on_values(function: Any, args: Any) -> bool:

@@ -262,10 +262,12 @@ void backward_data(const T* dy, const T* saved, const W* weight, T* dz, T* dx, c
   const float* added = widened_bias(nullptr, K);
   over_row_blocks(M, (multiplies ? N * K : 8 * N) / 4, [&](int64_t row, int64_t rows) {
     if (dz)
-      for (int64_t i = row * N; i < (row + rows) * N; i += WIDTH) {
-        const Part some{static_cast<int>(smaller(WIDTH, (row + rows) * N - i))};
-        store(dz + i, load(dy + i, some) * slope(load(saved + i, some), activation), some);
-      }
+      by_activation(activation, [&](auto kind) TK_LAMBDA {
+        over_columns(rows * N, [&, first = row * N](int64_t j, auto lanes, int) TK_LAMBDA {
+          const int64_t i = first + j;
+          store(dz + i, load(dy + i, lanes) * slope(load(saved + i, lanes), decltype(kind)::value), lanes);
+        });
+      });
     if (!multiplies) return;
     T* product = dx ? dx + row * K : scratch<T>(PRODUCT, ROWS_OF_BLOCK * K);
     multiply((dz ? dz : dy) + row * N, rows, N, panels, K, added, false, product, residual.at(row * K),

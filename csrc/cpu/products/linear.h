@@ -50,6 +50,13 @@ template <int V> struct Count {
   static constexpr int value = V;
 };
 
+// Calls f(Count<activation>{}) for an activation with a slope.
+template <class F> TK_INLINE void by_activation(int64_t activation, const F& f) {
+  if (activation == RELU) return f(Count<RELU>{});
+  if (activation == GELU) return f(Count<GELU>{});
+  f(Count<GELU_TANH>{});
+}
+
 // Calls f(Count<count>{}) for a number of registers, 1 to PANEL_REGISTERS.
 template <int N = PANEL_REGISTERS, class F> TK_INLINE void by_count(int64_t count, const F& f) {
   if constexpr (N > 1)

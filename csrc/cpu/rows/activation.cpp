@@ -68,10 +68,15 @@ template <class F> TK_INLINE void by_gate(int64_t kind, const F& f) {
 
 constexpr int64_t BLOCK = 4096, WORK = 8;  // elements of a task without bias; the cost of an element
 
-template <class F> void over_blocks(int64_t count, const F& f) {
+// f(element, lanes, u) is the result at these elements.
+template <class T, class F> void over_blocks(T* result, int64_t count, const F& f) {
+  const bool past_caches = goes_past_caches(1, count, result);
   parallel_for((count + BLOCK - 1) / BLOCK, WORK * BLOCK, [&](int64_t first, int64_t last) {
     const int64_t begin = first * BLOCK, end = last * BLOCK < count ? last * BLOCK : count;
-    over_columns(end - begin, [&](int64_t j, auto lanes, int u) TK_LAMBDA { f(begin + j, lanes, u); });
+    over_columns(end - begin, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
+      store_result(result + begin + j, f(begin + j, lanes, u), lanes, u, past_caches);
+    });
+    finish_results(past_caches);
   });
 }
 
@@ -105,9 +110,9 @@ void plain_forward(const ActivationForward& call) {
       const float* b = at<const float>(call.bias);
       T* to = result_at<T>(call.y, rows * columns);
       if (!b)
-        return over_blocks(rows * columns, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
-          fetch_ahead(from + j, u), fetch_ahead_to_write(to + j, u);
-          store(to + j, activation.value(load(from + j, lanes)), lanes);
+        return over_blocks(to, rows * columns, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
+          fetch_ahead(from + j, u);
+          return activation.value(load(from + j, lanes));
         });
       parallel_for(rows, WORK * columns, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i)
@@ -130,9 +135,9 @@ void plain_backward(const ActivationBackward& call) {
       const float* b = at<const float>(call.bias);
       T* to = result_at<T>(call.dx, rows * columns);
       if (!b && !call.dbias)
-        return over_blocks(rows * columns, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
-          fetch_ahead(came + j, u), fetch_ahead(x + j, u), fetch_ahead_to_write(to + j, u);
-          store(to + j, activation.gradient(load(came + j, lanes), load(x + j, lanes)), lanes);
+        return over_blocks(to, rows * columns, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
+          fetch_ahead(came + j, u), fetch_ahead(x + j, u);
+          return activation.gradient(load(came + j, lanes), load(x + j, lanes));
         });
       const float* sums = sums_over_rows(rows, columns, WORK * columns, [&](float* own, int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i)

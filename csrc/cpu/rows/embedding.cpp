@@ -7,10 +7,12 @@ namespace {
 
 TK_INLINE bool is_row(int64_t id, int64_t count) { return static_cast<uint64_t>(id) < static_cast<uint64_t>(count); }
 
+constexpr int64_t ROWS_AHEAD = 2;  // of the token table, which lie anywhere
+
 template <class T> struct Tables {
   const T *weight, *positions;  // positions may be null
   const int64_t *tokens, *position_ids;  // position_ids null: row i has position i % length
-  int64_t length, columns, vocabulary, position_count;
+  int64_t rows, length, columns, vocabulary, position_count;
   float scale;
 
   TK_INLINE int64_t position(int64_t i) const { return position_ids ? position_ids[i] : i % length; }
@@ -19,6 +21,12 @@ template <class T> struct Tables {
   }
   TK_INLINE const T* token_row(int64_t i) const { return weight + tokens[i] * columns; }
   TK_INLINE const T* position_row(int64_t i) const { return positions ? positions + position(i) * columns : nullptr; }
+
+  TK_INLINE void fetch(int64_t i) const {
+    if (i >= rows || !is_row(tokens[i], vocabulary)) return;
+    constexpr int64_t LINE = 64 / sizeof(T);
+    for (int64_t j = 0; j < columns; j += LINE) __builtin_prefetch(token_row(i) + j);
+  }
 
   template <class L> TK_INLINE Floats sum(const T* token, const T* position, int64_t j, L lanes) const {
     const Floats scaled = load(token + j, lanes) * scale;
@@ -31,6 +39,7 @@ template <class T, class Call> TK_INLINE Tables<T> tables_of(const Call& call) {
           at<const T>(call.positions),
           at<const int64_t>(call.tokens),
           at<const int64_t>(call.position_ids),
+          call.rows,
           call.length,
           call.columns,
           call.vocabulary,
@@ -40,6 +49,7 @@ template <class T, class Call> TK_INLINE Tables<T> tables_of(const Call& call) {
 
 // The sum of both tables' rows as floats in `out`, NaN where an id is in neither; returns its total.
 template <class T> TK_INLINE float gather_row(const Tables<T>& tables, int64_t i, float* out) {
+  tables.fetch(i + ROWS_AHEAD);
   const bool in_range = tables.contain(i);
   const T *token = in_range ? tables.token_row(i) : nullptr, *position = in_range ? tables.position_row(i) : nullptr;
   if (!in_range)

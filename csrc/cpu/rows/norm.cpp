@@ -7,8 +7,8 @@ namespace transformer_kernels::TK_LEVEL {
 namespace {
 
 // Writes the sum and returns its total over the row, as rounded; that of its squares where it is not centred.
-template <bool CENTRED, class T>
-TK_INLINE float add_row(const T* x, const T* residual, const Dropout& dropout, int64_t row, int64_t columns,
+template <bool CENTRED, class T, class X>
+TK_INLINE float add_row(const X* x, const T* residual, const Dropout& dropout, int64_t row, int64_t columns,
                         T* summed) {
   Floats total[SUMS] = {};
   over_dropped_columns<true>(dropout, static_cast<uint32_t>(row), columns,
@@ -21,32 +21,41 @@ TK_INLINE float add_row(const T* x, const T* residual, const Dropout& dropout, i
   return sum(total);
 }
 
-// Calls f(Type<T>{}, Flag<whether it is centred>{}).
-template <class F> TK_INLINE void by_norm(int64_t dtype, bool centred, const F& f) {
-  by_dtype(dtype, [&](auto type) {
-    if (centred) return f(type, Flag<true>{});
-    return f(type, Flag<false>{});
-  });
+// Calls f(Type<T>{}, Type<type of the operand that may be narrow>{}, Flag<whether it is centred>{}).
+template <class F> TK_INLINE void by_norm(int64_t dtype, bool narrow, bool centred, const F& f) {
+  const auto by_centring = [&](auto type, auto operand) {
+    if (centred) return f(type, operand, Flag<true>{});
+    return f(type, operand, Flag<false>{});
+  };
+  if (narrow) return by_centring(Type<float>{}, Type<Bfloat16>{});
+  by_dtype(dtype, [&](auto type) { by_centring(type, type); });
+}
+
+// A result goes to `wide`, to `narrow`, or to both.
+template <class T, class L>
+TK_INLINE void store_both(T* wide, Bfloat16* narrow, int64_t index, Floats value, L lanes, int u, bool past_caches) {
+  if (wide) store_result(wide + index, value, lanes, u, past_caches);
+  if (narrow) fetch_ahead_to_write(narrow + index, u), store(narrow + index, value, lanes);
 }
 
 // What the gradients of rows are made of and where they go;
 // `dx` is null without dropout, `dsummed` where there is none.
-template <class T> struct Gradients {
-  const T *dy, *dsummed, *summed;
+template <class T, class G> struct Gradients {
+  const G* dy;
+  const T *dsummed, *summed;
   const float *weight, *mean, *rstd;
   T *dx, *dresidual;
+  Bfloat16* narrow;
   Dropout dropout;
   int64_t columns;
   bool past_caches;
 };
 
-// Longer rows are taken one by one, in four sums: several of x and dy would leave the second-level cache between the two
-// passes over them. Of others one sum is made, by itself or beside its neighbours.
-constexpr int64_t NEAR_COLUMNS = 32768;
-
+// Longer rows than NEAR_COLUMNS are taken one by one, in four sums. Of others one sum is made, by itself or beside its
+// neighbours.
 // Of R rows from row i on, which are added to dweight and dbias.
-template <bool CENTRED, int R, int VECTORS, class T>
-TK_INLINE void gradients_of(const Gradients<T>& all, int64_t i, float* dweight, float* dbias) {
+template <bool CENTRED, int R, int VECTORS, class T, class G>
+TK_INLINE void gradients_of(const Gradients<T, G>& all, int64_t i, float* dweight, float* dbias) {
   const int64_t columns = all.columns;
   Moments m[R];
   Projections means[R];
@@ -62,7 +71,7 @@ TK_INLINE void gradients_of(const Gradients<T>& all, int64_t i, float* dweight, 
       if (all.dsummed) gradient += load(all.dsummed + first + j, lanes);
       fetch_below(all.dy + first + j, R * columns, u), fetch_below(all.summed + first + j, R * columns, u);
       store_result(all.dresidual + first + j, gradient, lanes, u, all.past_caches);
-      if (all.dropout.threshold) store_result(all.dx + first + j, drop(gradient), lanes, u, all.past_caches);
+      if (all.dx || all.narrow) store_both(all.dx, all.narrow, first + j, drop(gradient), lanes, u, all.past_caches);
     });
   }
 }
@@ -73,33 +82,32 @@ void norm_forward(const NormForward& call) {
   const int64_t rows = call.rows, columns = call.columns;
   const float eps = static_cast<float>(call.eps);
   const Dropout dropout = make_dropout(at<const int64_t>(call.seed), call.dropout_p);
-  by_norm(call.dtype, call.mean, [&](auto type, auto centred) {
+  by_norm(call.dtype, call.x_is_bfloat16, call.mean, [&](auto type, auto operand, auto centred) {
     using T = typename decltype(type)::type;
+    using X = typename decltype(operand)::type;
     constexpr bool CENTRED = decltype(centred)::value;
     const float *w = at<const float>(call.weight), *b = at<const float>(call.bias);
-    const T *from = at<const T>(call.x), *added = at<const T>(call.residual);
+    const X* from = at<const X>(call.x);
+    const T* added = at<const T>(call.residual);
     T *result = result_at<T>(call.y, rows * columns), *sums = result_at<T>(call.summed, added ? rows * columns : 0);
+    Bfloat16* narrow = result_at<Bfloat16>(call.narrow, rows * columns);
     const bool past_caches = goes_past_caches(rows, columns, result);
     parallel_for(rows, (call.seed ? 8 : 3) * columns, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         const int64_t first = i * columns;
-        const T* row = from + first;
-        float total;
-        if (added) {
-          total = add_row<CENTRED>(row, added + first, dropout, i, columns, sums + first);
-          row = sums + first;
-        } else {
-          total = row_sum<CENTRED>(row, columns);
-        }
-        const Moments m = moments<CENTRED>(row, total, columns, eps);
-        if (CENTRED) at<float>(call.mean)[i] = m.mean;
-        at<float>(call.rstd)[i] = m.rstd;
-        T* to = result + first;
-        over_columns(columns, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
-          fetch_below(from + first + j, columns, u);
-          if (added) fetch_below(added + first + j, columns, u);
-          store_result(to + j, normalised(row, m, w, b, j, lanes), lanes, u, past_caches);
-        });
+        const auto normalise = [&](const auto* row, float total) TK_LAMBDA {
+          const Moments m = moments<CENTRED>(row, total, columns, eps);
+          if (CENTRED) at<float>(call.mean)[i] = m.mean;
+          at<float>(call.rstd)[i] = m.rstd;
+          over_columns(columns, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
+            fetch_below(from + first + j, columns, u);
+            if (added) fetch_below(added + first + j, columns, u);
+            store_both(result, narrow, first + j, normalised(row, m, w, b, j, lanes), lanes, u, past_caches);
+          });
+        };
+        if (added)
+          normalise(sums + first, add_row<CENTRED>(from + first, added + first, dropout, i, columns, sums + first));
+        else normalise(from + first, row_sum<CENTRED>(from + first, columns));
       }
       finish_results(past_caches);
     });
@@ -109,22 +117,24 @@ void norm_forward(const NormForward& call) {
 // dweight and dbias: address 0 where they are not wanted.
 void norm_backward(const NormBackward& call) {
   const int64_t rows = call.rows, columns = call.columns;
-  by_norm(call.dtype, call.mean, [&](auto type, auto centred) {
+  by_norm(call.dtype, call.dy_is_bfloat16, call.mean, [&](auto type, auto operand, auto centred) {
     using T = typename decltype(type)::type;
+    using G = typename decltype(operand)::type;
     constexpr bool CENTRED = decltype(centred)::value;
     const int64_t width = CENTRED ? 2 * columns : columns;
     T *dropped = result_at<T>(call.dx, rows * columns), *result = result_at<T>(call.dresidual, rows * columns);
-    const Gradients<T> all{at<const T>(call.dy),
-                           at<const T>(call.dsummed),
-                           at<const T>(call.x),
-                           at<const float>(call.weight),
-                           at<const float>(call.mean),
-                           at<const float>(call.rstd),
-                           dropped,
-                           result,
-                           make_dropout(at<const int64_t>(call.seed), call.dropout_p),
-                           columns,
-                           goes_past_caches(rows, columns, result, dropped)};
+    const Gradients<T, G> all{at<const G>(call.dy),
+                              at<const T>(call.dsummed),
+                              at<const T>(call.x),
+                              at<const float>(call.weight),
+                              at<const float>(call.mean),
+                              at<const float>(call.rstd),
+                              dropped,
+                              result,
+                              result_at<Bfloat16>(call.narrow, rows * columns),
+                              make_dropout(at<const int64_t>(call.seed), call.dropout_p),
+                              columns,
+                              goes_past_caches(rows, columns, result, dropped)};
     const float* sums =
         sums_over_rows(rows, width, (call.seed ? 10 : 5) * columns, [&](float* own, int64_t begin, int64_t end) {
       float* bias = own + columns;

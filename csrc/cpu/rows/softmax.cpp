@@ -28,7 +28,7 @@ TK_INLINE Floats scores(const T* x, const uint8_t* mask, int64_t step, float sca
 
 template <bool SIMPLE, class T>
 TK_INLINE void softmax_row(const T* x, const uint8_t* mask, int64_t step, bool safe, float scale, int64_t columns,
-                           int64_t seen, T* y, float* kept) {
+                           int64_t seen, T* y, float* kept, bool past_caches) {
   Floats top[4] = {splat(-INFINITY), splat(-INFINITY), splat(-INFINITY), splat(-INFINITY)};
   Floats total[SUMS] = {};
   over_columns(seen, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
@@ -42,20 +42,22 @@ TK_INLINE void softmax_row(const T* x, const uint8_t* mask, int64_t step, bool s
     total[u] += lanes.count == WIDTH ? e : load(kept + j, lanes);
   });
   const float all = sum(total), factor = safe && all == 0.f ? 0.f : 1.f / all;
-  over_columns(seen, [&](int64_t j, auto lanes, int)
-                         TK_LAMBDA { store(y + j, load(kept + j, lanes) * factor, lanes); });
+  over_columns(seen, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
+    store_result(y + j, load(kept + j, lanes) * factor, lanes, u, past_caches);
+  });
   memset(y + seen, 0, static_cast<size_t>(columns - seen) * sizeof(T));
 }
 
-template <class T> void softmax_backward_row(const T* dy, const T* y, float scale, int64_t columns, T* dx) {
+template <class T>
+void softmax_backward_row(const T* dy, const T* y, float scale, int64_t columns, T* dx, bool past_caches) {
   Floats total[SUMS] = {};
   over_sums(columns, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
     total[u] = fma(load(dy + j, lanes), load(y + j, lanes), total[u]);
   });
   const float dot = sum(total);
   over_columns(columns, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
-    fetch_below(dy + j, columns, u), fetch_below(y + j, columns, u), fetch_ahead_to_write(dx + j, u);
-    store(dx + j, load(y + j, lanes) * (load(dy + j, lanes) - dot) * scale, lanes);
+    if (columns <= NEAR_COLUMNS) fetch_below(dy + j, columns, u), fetch_below(y + j, columns, u);
+    store_result(dx + j, load(y + j, lanes) * (load(dy + j, lanes) - dot) * scale, lanes, u, past_caches);
   });
 }
 
@@ -68,21 +70,25 @@ void softmax_forward(const SoftmaxForward& call) {
   by_dtype(call.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     T* result = result_at<T>(call.y, rows * columns);
+    const bool past_caches = goes_past_caches(rows, columns, result);
     parallel_for(rows, 8 * columns, [&](int64_t begin, int64_t end) {
-      [[maybe_unused]] float* memory = scratch<float>(ROW_SLOT, sizeof(T) == 4 ? 0 : columns);
+      [[maybe_unused]] float* memory = scratch<float>(ROW_SLOT, sizeof(T) == 4 && !past_caches ? 0 : columns);
       const auto rows_of = [&](auto simple) TK_LAMBDA {
         for (int64_t i = begin; i < end; ++i) {
           const int64_t last = causal_rows ? columns - causal_rows + i % causal_rows + 1 : columns;
           const int64_t seen = last < 0 ? 0 : last < columns ? last : columns;
           T* to = result + i * columns;
           float* kept = memory;
-          if constexpr (sizeof(T) == 4) kept = to;  // where the exponentials are in the cache when they are normalised
+          if constexpr (sizeof(T) == 4)
+            if (!past_caches) kept = to;  // where the exponentials are in the cache when they are normalised
           softmax_row<decltype(simple)::value>(at<const T>(call.x) + i * columns, mask_row(call, i),
-                                               call.mask_strides.at[3], safe, scale, columns, seen, to, kept);
+                                               call.mask_strides.at[3], safe, scale, columns, seen, to, kept,
+                                               past_caches);
         }
       };
       if (call.mask || scale <= 0.f) rows_of(Flag<false>{});
       else rows_of(Flag<true>{});
+      finish_results(past_caches);
     });
   });
 }
@@ -93,10 +99,12 @@ void softmax_backward(const SoftmaxBackward& call) {
   by_dtype(call.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     T* result = result_at<T>(call.dx, rows * columns);
+    const bool past_caches = goes_past_caches(rows, columns, result);
     parallel_for(rows, 4 * columns, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i)
         softmax_backward_row(at<const T>(call.dy) + i * columns, at<const T>(call.y) + i * columns, scale, columns,
-                             result + i * columns);
+                             result + i * columns, past_caches);
+      finish_results(past_caches);
     });
   });
 }

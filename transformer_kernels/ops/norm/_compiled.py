@@ -35,6 +35,8 @@ class Kernels(Compiled):
         return self._bind(
             "norm_forward",
             dropout_p=self._dropout_p,
+            narrow=0,
+            x_is_bfloat16=False,
             rows=self._rows,
             columns=self._columns,
             eps=self._eps,
@@ -76,6 +78,8 @@ class Kernels(Compiled):
             "norm_backward",
             dropout_p=self._dropout_p,
             added=self._added,
+            narrow=0,
+            dy_is_bfloat16=False,
             partial_rows=self._partials(like)[1],
             rows=self._rows,
             columns=self._columns,
