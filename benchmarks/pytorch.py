@@ -55,6 +55,10 @@ def add_layer_norm(
     return F.layer_norm(total, weight.shape, weight, bias, eps), total
 
 
+def add_dropped(x: Tensor, residual: Tensor, p: float) -> Tensor:
+    return F.dropout(x, p) + residual
+
+
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-5) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, eps)
 

@@ -63,11 +63,10 @@ def linear(ops: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None, acti
 
 
 def add_dropped(ops: Any, x: Tensor, residual: Tensor, p: float) -> Tensor:
-    """dropout(x) + residual; by PyTorch under a compiler, and where `ops` has no such function."""
-    called = getattr(ops, "add_dropped", None)
-    if called is None or torch.compiler.is_compiling():
+    """dropout(x) + residual; under a compiler PyTorch's, which it can fuse."""
+    if torch.compiler.is_compiling():
         return residual + F.dropout(x, p)
-    added: Tensor = called(x, residual, p)
+    added: Tensor = ops.add_dropped(x, residual, p)
     return added
 
 
