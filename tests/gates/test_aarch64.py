@@ -65,6 +65,13 @@ def test_every_kernel_passes_the_tests_of_its_operation(driver, tensors):
     assert {*executed} == wanted
 
 
+def test_runs_end_with_the_weights_of_x86(driver, tensors):
+    """In reproducible mode; what PyTorch computes is computed by its library for x86."""
+    name = "tests/test_reproducible.py::test_weights_have_the_same_bits_at_each_instruction_set"
+    result = run(driver, tensors, name)
+    assert result.returncode == 0 and "5 passed" in result.stdout, result.stdout[-6000:] + result.stderr[-2000:]
+
+
 def test_the_known_excess_is_no_larger(driver, tensors):
     result = run(driver, tensors, EXCEEDED)
     found = re.search(r"attn_bias: largest error (\S+) exceeds its budget (\S+) ", result.stdout)

@@ -110,6 +110,9 @@ class Emulated:
         if name != "plain":
             raise ValueError(f"the instruction set must be one that this processor has (plain); got {name}")
 
+    def reproduce(self, on: bool) -> None:
+        self.call("reproduce", (on,))
+
     def record_with(self, recorder: Any) -> Any:
         before, self._local.recorder = getattr(self._local, "recorder", None), recorder
         return before

@@ -5,6 +5,7 @@ from transformer_kernels.backends import cpu
 
 _emulated = Emulated()
 cpu._module = _emulated
+cpu._fuses = lambda level: True
 
 
 def pytest_terminal_summary(terminalreporter):
