@@ -137,7 +137,7 @@ def test_a_gradient_that_attention_writes_after_the_product_is_added_after_it(pa
 def block(parts, kind, read=None):
     """y and the gradients of a block of a network in bfloat16 around norms in float32, which autocast casts between.
 
-    With `read` also a value computed from the result of a norm, its sum or its gradient, which stays in float32.
+    With `read` also a value computed from a norm's operand, result or gradient, which stays in float32.
     """
     found = []
     add = tk.add_rms_norm if kind == "rms" else tk.add_layer_norm
@@ -150,10 +150,11 @@ def block(parts, kind, read=None):
                 normed.register_hook(lambda gradient: found.append(gradient * 3))
             inner = tk.linear(normed, up, activation="gelu", backend="cpu")
             branch = tk.linear(inner, down, backend="cpu")
+            branch = branch.float() if read == "operand" else branch
             normed, summed = add(branch, stream, norm, dropout_p=0.0 if kind == "pre" else 0.3, backend="cpu")
             stream = normed if kind == "post" else summed
         y = tk.linear(normed, up, backend="cpu")
-    found += [normed.detach() * 2] if read == "normed" else []
+    found += {"result": [normed.detach() * 2], "operand": [branch.detach() * 2]}.get(read, [])
     gradients = torch.autograd.grad(y.float().square().mean() + summed.square().mean(), (x, norm, up, down))
     return [y.detach(), *gradients, *found]
 
@@ -177,7 +178,7 @@ def test_norms_cast_between_products_with_the_same_bits(parts, kind, names, inst
         assert names.count("copy_") == {"pre": 4, "post": 3, "rms": 2}[kind]
 
 
-@pytest.mark.parametrize("read", ["normed", "gradient"])
+@pytest.mark.parametrize("read", ["operand", "result", "gradient"])
 def test_what_another_call_reads_is_kept_in_float32(parts, names, read):
     expected = block(parts, "pre", read)
     replay = HostGraphs().capture(lambda: block(parts, "pre", read))
