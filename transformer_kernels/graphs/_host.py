@@ -239,6 +239,8 @@ class Recording(TorchDispatchMode):
         held: the memory of the calls.
     """
 
+    runs_compiled = False  # set once the graph route has compiled a graph
+
     def __init__(self, memory: Memory, before: Written) -> None:
         super().__init__()
         self.calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
@@ -256,6 +258,14 @@ class Recording(TorchDispatchMode):
         memory.recordings.add(self)
         self._is_validated = False
         self._kept: list[Any] = []  # memory outside of the recording whose addresses kernels use
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Whether what torch.compile has made runs in a capture; else the eager program does, then and afterwards.
+
+        The operators of the graph route can be recorded, Inductor's code cannot: the validation refuses it.
+        """
+        return cls.runs_compiled
 
     def complete(self, result: Any) -> None:
         """Wait for collectives at the end of the work.

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from transformer_kernels.ops._crossovers import prefers_torch
+from transformer_kernels.ops._operation import is_traced
 from transformer_kernels.ops._pattern import (
     HOLE,
     Call,
@@ -83,6 +84,8 @@ class Known(NamedTuple):
     masks: tuple[Tensor, ...]
     is_exact: bool
     """Whether `attention` gives the result of the written steps."""
+    empty: Tensor | None = None
+    """Queries (..., Lq, 1) that see no key, where values are not read: `bias` shows them all keys."""
 
 
 class Masks(NamedTuple):
@@ -100,6 +103,8 @@ class Masks(NamedTuple):
         are applied as they are written.
         """
         hidden, bias = self._combined(masks)
+        if any(map(is_traced, masks)):
+            return self._unread(hidden, bias, masks)
         if _hides_rows(hidden, bias):
             return Known(None, masks, False)
         if hidden is None:
@@ -112,6 +117,20 @@ class Masks(NamedTuple):
         elif bias.dtype is not torch.float32:
             bias = bias.to(self.dtype)
         return Known(bias.masked_fill(hidden, -math.inf), masks, True)
+
+    def _unread(self, hidden: Tensor | None, bias: Tensor | None, masks: tuple[Tensor, ...]) -> Known:
+        """The masks of a recorded step, which have other values in each replay."""
+        fills = {step.number for step in self.steps if step.kind == "fill"}
+        if len(fills) > 1 or max(fills, default=-math.inf) > LARGE or (fills and bias is not None):
+            return Known(None, masks, False)
+        if bias is not None:
+            empty = None if bias.requires_grad else (bias == -math.inf).all(-1, keepdim=True)
+            bias = bias if bias.dtype is torch.float32 else bias.to(self.dtype)
+            return Known(bias if empty is None else bias.masked_fill(empty, 0.0), masks, True, empty)
+        if hidden is None:
+            return Known(None, masks, True)
+        empty = hidden.all(-1, keepdim=True)
+        return Known(hidden.logical_not() | empty, masks, True, empty)
 
     def _combined(self, masks: tuple[Tensor, ...]) -> tuple[Tensor | None, Tensor | None]:
         """All fills as one bool tensor and all terms as one sum, with four axes, scaled by the steps above them."""
@@ -190,6 +209,8 @@ class Fused(NamedTuple):
             bias = known.bias
         if dims == 3:
             q, k, v = q[:, None], k[:, None], v[:, None]
+        if known is not None and known.empty is not None:  # equal weights, or NaN where -inf is filled in
+            q = q.masked_fill(known.empty, 0.0 if math.isfinite(self.fill) else math.nan)
         if q.dtype is not v.dtype:
             q, k = q.to(v.dtype), k.to(v.dtype)
         if self.small and not p:

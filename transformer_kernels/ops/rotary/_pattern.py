@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from transformer_kernels.ops._operation import is_traced
 from transformer_kernels.ops._pattern import SMALL, Call, Input, Match, Pattern, Prepared, Replacement, Term
 from transformer_kernels.ops.rotary import rotary
 
@@ -53,7 +54,8 @@ MIN_ELEMENTS = 1 << 17
 
 
 class Tables(NamedTuple):
-    """cos and sin of a graph as tables (L, R / 2) or (B, L, R / 2); None where their two halves differ.
+    """cos and sin of a graph as tables (L, R / 2) or (B, L, R / 2); None where their two halves differ or
+    are not read, as in a recorded step.
 
     Args:
         axis: of the positions, in tables that are laid out as x.
@@ -69,7 +71,7 @@ class Tables(NamedTuple):
         tables = [self._table(tensor) for tensor in (cos, sin)]
         if self.whole:
             width = cos.shape[-1] // 2
-            if not all(torch.equal(table[..., :width], table[..., width:]) for table in tables):
+            if is_traced(cos) or not all(torch.equal(table[..., :width], table[..., width:]) for table in tables):
                 return None
             tables = [table[..., :width] for table in tables]
         cos, sin = (table.contiguous() for table in tables)

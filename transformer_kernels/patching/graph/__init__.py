@@ -24,6 +24,7 @@ import torch
 from torch import fx, nn
 
 from transformer_kernels.backends.dispatch import BACKENDS
+from transformer_kernels.graphs._host import Recording
 from transformer_kernels.patching.graph._encoder_layer import trace_masks
 from transformer_kernels.patching.graph._report import GraphReport, GraphRow, Shares, report_of, timed
 from transformer_kernels.patching.graph._rewrite import Outcome, rewrite
@@ -54,6 +55,7 @@ class GraphRoute:
 
     def __call__(self, graph_module: fx.GraphModule, example_inputs: list[Any], **_: Any) -> Callable[..., Any]:
         """Rewrite a graph; returns what runs it."""
+        Recording.runs_compiled = True
         self.outcomes.append(rewrite(graph_module, torch.is_grad_enabled(), self.backend))
         self._modules.append(graph_module)
         forward, switch = graph_module.forward, self._switch

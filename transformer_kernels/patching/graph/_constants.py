@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from transformer_kernels.ops._plan import dispatch_modes
 from transformer_kernels.patching.graph._canonical import fake, name_of
 from transformer_kernels.patching.graph._writes import Writes
 
@@ -204,8 +205,8 @@ class Stored:
         self._results: dict[Any, tuple[tuple[Any, ...], Any]] = {}
 
     def __call__(self, *leaves: Any) -> Any:
-        if any(isinstance(leaf, Tensor) and leaf.is_inference() for leaf in leaves):
-            return self._computed(leaves)  # its writes are not counted
+        if dispatch_modes() or any(isinstance(leaf, Tensor) and leaf.is_inference() for leaf in leaves):
+            return self._computed(leaves)  # replays of a recorded step do so too; writes in inference are not counted
         key = tuple(
             [(id(leaf), leaf.data_ptr(), leaf._version) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         )

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.modules import transformer
 
 from transformer_kernels import ops
+from transformer_kernels.ops._operation import is_traced
 from transformer_kernels.ops._pattern import Call, Match, Option, Pattern, Prepared, Replacement
 from transformer_kernels.ops.linear._cpu import are_few
 from transformer_kernels.patching._products import faster_linear
@@ -26,8 +27,10 @@ PARAMETERS = ("x", "width", "heads", "in_weight", "in_bias", "out_weight", "out_
 def visible_keys(mask: Tensor) -> Tensor | None:
     """The mask of torch's function, in which a key with any number but 0 is hidden, True where a key is visible.
 
-    None where a query sees no key.
+    None where a query sees no key, and where values are not read.
     """
+    if is_traced(mask):
+        return None
     visible = mask == 0
     visible = visible[:, None, None] if visible.dim() == 2 else visible
     return visible if bool(visible.any(-1).all()) else None

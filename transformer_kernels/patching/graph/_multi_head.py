@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from transformer_kernels.ops._operation import is_traced
 from transformer_kernels.ops._pattern import Call, Match, Option, Pattern, Replacement
 from transformer_kernels.patching import _torch_calls as calls
 from transformer_kernels.patching._products import faster_linear
@@ -77,7 +78,9 @@ def _visible(mask: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor) 
 
 
 def _hides_rows(visible: Tensor) -> bool:
-    """Whether a query sees no key."""
+    """Whether a query sees no key, or may where values are not read."""
+    if is_traced(visible):
+        return True
     hidden = visible.logical_not() if visible.dtype is torch.bool else visible == -torch.inf
     return bool(hidden.all(-1).any())
 
