@@ -483,3 +483,26 @@ def test_memory_of_double_backward_is_linear(op, backend, device, monkeypatch):
         gradients = torch.autograd.grad(loss, leaves, create_graph=True)
     storages = {each.tensor.untyped_storage().data_ptr(): each.tensor.untyped_storage().nbytes() for each in kept}
     assert gradients and 0 < sum(storages.values()) <= 4 * 128 * length  # of 4 * 512 * 512 / 2 for the scores
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@OPERATIONS
+def test_gradients_of_outputs_that_have_tangents(op, backend, device):
+    """As in a loss whose target is made of the tangent (MeanFlow); or of both, differentiated by autograd."""
+    require(op, backend, device, torch.float32)
+    function, inputs = of_tensors(op, backend=backend)
+    tangents = tuple(torch.randn_like(x) for x in inputs)
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    expected = torch.autograd.grad(scalar(function(*leaves)), leaves)
+    outputs, along = jvp(function, tuple(leaves), tangents)
+    gradients = torch.autograd.grad(scalar(outputs), leaves, retain_graph=True)
+    torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-5)
+    again = torch.autograd.grad(scalar(outputs), leaves, retain_graph=True, create_graph=True)
+    torch.testing.assert_close(again, expected, rtol=1e-4, atol=1e-5)
+    both = torch.autograd.grad(scalar(outputs) + scalar(along), leaves, allow_unused=True, materialize_grads=True)
+    function, inputs = of_tensors(op, torch.float64, backend="torch")
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    exact = jvp(function, tuple(leaves), tuple(x.double() for x in tangents))
+    expected = torch.autograd.grad(sum(map(scalar, exact)), leaves, allow_unused=True, materialize_grads=True)
+    for got, want in zip(both, expected, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-3, atol=1e-4)
