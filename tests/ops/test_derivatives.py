@@ -21,6 +21,7 @@ from tests.support import oracle
 from tests.support.operations import EXAMPLES, without_plans
 from tests.support.parity import require
 from tests.support.random_calls import DRAWN, Draw
+from transformer_kernels.backends import dispatch
 from transformer_kernels.ops.attention import _composed
 from transformer_kernels.ops.loss import _calls
 
@@ -242,6 +243,14 @@ def test_forward_ad_of_planned_calls(op):
             for got, want in zip(parts(function(*duals)), parts(expected), strict=True):
                 torch.testing.assert_close(forward_ad.unpack_dual(got).tangent, want)
             assert all(forward_ad.unpack_dual(x).tangent is None for x in parts(function(*leaves)))
+
+
+@pytest.mark.parametrize("op", [op for op in EXAMPLES if op not in ("attention_weights", "embedding")])
+def test_tangents_are_those_of_kernels(op, device, monkeypatch):
+    require(op, "cpu", device, torch.float32)
+    function, inputs = of_tensors(op, backend="cpu")
+    monkeypatch.setattr(dispatch.OPERATIONS[op].call, "in_pytorch", None)
+    jvp(function, tuple(inputs), tuple(x.cos() for x in inputs))
 
 
 @OPERATIONS
