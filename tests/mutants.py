@@ -61,6 +61,18 @@ MUTANTS = [
         f"{DERIVATIVES} -k memory",
     ),
     Mutant(
+        f"{OPS}/_derivatives.py",
+        "(recorded and not stack)",
+        "False",
+        f"{DERIVATIVES} -k gradgradcheck",
+    ),
+    Mutant(
+        f"{OPS}/_tangents.py",
+        "if any(x is not None for x in grads[public:]) or",
+        "if",
+        f"{DERIVATIVES} -k outputs_that_have_tangents",
+    ),
+    Mutant(
         f"{OPS}/_operation.py",
         "first = torch.zeros_like(results[self.kept_results[0]])",
         "first = torch.ones_like(results[self.kept_results[0]])",

@@ -21,6 +21,7 @@ from tests.support import oracle
 from tests.support.operations import EXAMPLES, without_plans
 from tests.support.parity import require
 from tests.support.random_calls import DRAWN, Draw
+from transformer_kernels.backends import dispatch
 from transformer_kernels.ops.attention import _composed
 from transformer_kernels.ops.loss import _calls
 
@@ -242,6 +243,14 @@ def test_forward_ad_of_planned_calls(op):
             for got, want in zip(parts(function(*duals)), parts(expected), strict=True):
                 torch.testing.assert_close(forward_ad.unpack_dual(got).tangent, want)
             assert all(forward_ad.unpack_dual(x).tangent is None for x in parts(function(*leaves)))
+
+
+@pytest.mark.parametrize("op", [op for op in EXAMPLES if op not in ("attention_weights", "embedding")])
+def test_tangents_are_those_of_kernels(op, device, monkeypatch):
+    require(op, "cpu", device, torch.float32)
+    function, inputs = of_tensors(op, backend="cpu")
+    monkeypatch.setattr(dispatch.OPERATIONS[op].call, "in_pytorch", None)
+    jvp(function, tuple(inputs), tuple(x.cos() for x in inputs))
 
 
 @OPERATIONS
@@ -483,3 +492,26 @@ def test_memory_of_double_backward_is_linear(op, backend, device, monkeypatch):
         gradients = torch.autograd.grad(loss, leaves, create_graph=True)
     storages = {each.tensor.untyped_storage().data_ptr(): each.tensor.untyped_storage().nbytes() for each in kept}
     assert gradients and 0 < sum(storages.values()) <= 4 * 128 * length  # of 4 * 512 * 512 / 2 for the scores
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@OPERATIONS
+def test_gradients_of_outputs_that_have_tangents(op, backend, device):
+    """As in a loss whose target is made of the tangent (MeanFlow); or of both, differentiated by autograd."""
+    require(op, backend, device, torch.float32)
+    function, inputs = of_tensors(op, backend=backend)
+    tangents = tuple(torch.randn_like(x) for x in inputs)
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    expected = torch.autograd.grad(scalar(function(*leaves)), leaves)
+    outputs, along = jvp(function, tuple(leaves), tangents)
+    gradients = torch.autograd.grad(scalar(outputs), leaves, retain_graph=True)
+    torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-5)
+    again = torch.autograd.grad(scalar(outputs), leaves, retain_graph=True, create_graph=True)
+    torch.testing.assert_close(again, expected, rtol=1e-4, atol=1e-5)
+    both = torch.autograd.grad(scalar(outputs) + scalar(along), leaves, allow_unused=True, materialize_grads=True)
+    function, inputs = of_tensors(op, torch.float64, backend="torch")
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    exact = jvp(function, tuple(leaves), tuple(x.double() for x in tangents))
+    expected = torch.autograd.grad(sum(map(scalar, exact)), leaves, allow_unused=True, materialize_grads=True)
+    for got, want in zip(both, expected, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-3, atol=1e-4)

@@ -44,7 +44,7 @@ def split_tangents(values: Sequence[Any]) -> tuple[list[Any], list[Tensor | None
                 level = stack[0].level()
                 pair = tuple(x if x is None else torch._C._functorch._unwrap_for_grad(x, level) for x in pair)
             recorded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in pair)
-            if recorded or are_batched(pair):
+            if are_batched(pair) or (recorded and not stack):  # dual numbers have gradients with a tangent
                 return None
             primals[i], tangents[i] = pair
     return primals, tangents

@@ -131,6 +131,13 @@ class Kernels:
         """`forward` where one output is returned and there is no backward."""
         return self.forward(call)
 
+    def forward_tangent(self, call: Any, tangents: Any) -> tuple[Any, tuple[Tensor, ...]] | None:
+        """All results, and the tangents of the public ones for those of the differentiable fields, which may be None.
+
+        None: `Call.tangents` computes these from the results of `forward`.
+        """
+        return None
+
     def backward(self, call: Any, result: Any, grads: Grads, wanted: Wanted) -> tuple[Tensor | None, ...]:
         """The gradients of the differentiable fields; trailing ones that are never wanted may be left out."""
         raise NotImplementedError

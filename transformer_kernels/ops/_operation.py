@@ -32,6 +32,7 @@ from transformer_kernels.ops._derivatives import (
 )
 from transformer_kernels.ops._kernels import Adapter, Call, Kernels, Wanted
 from transformer_kernels.ops._plan import any_autocast, dispatch_modes, functorch_is_active, is_jit_tracing, items
+from transformer_kernels.ops._tangents import outputs_and_tangents
 
 P = TypeVar("P")
 
@@ -251,24 +252,19 @@ class Operation:
         return outputs[0] if public == 1 else outputs
 
     def _with_tangents(self, call: Any, backend: str | None, public: int) -> tuple[Tensor, ...] | None:
-        """The outputs by the kernels and their tangents, where no other derivative is asked for; else None."""
-        if self.call.tangents is None or is_compiling() or call.is_empty():
-            return None
-        found = split_tangents(self.flat(call))
-        if found is None:
+        """The outputs and their tangents by kernels, where forward-mode AD, once, is all that is asked for."""
+        if is_compiling() or call.is_empty() or (found := split_tangents(self.flat(call))) is None:
             return None
         primals, tangents = found
         given = tuple(tangents[i] for i in self.differentiable)
         others = any(x is not None and i not in self.differentiable for i, x in enumerate(tangents))
-        if others or is_traced(primals[0]) or not call.has_tangents(given):
+        if others or is_traced(primals[0]):
             return None
         with outside_transform(), without_autocast(primals[0]):
             plain = self.nested(primals)
-            kernels = self.kernels(plain, backend)
-            results = kernels.forward(plain)
-            of_outputs = plain.tangents(kernels, results, given)
-        outputs = (results,) if self.result is None else results[:public]
-        return join_tangents(outputs, of_outputs[:public])
+            kernels = self.kernels(plain, backend, of_primals=True)
+            computed = outputs_and_tangents(self, kernels, plain, given, public)
+        return None if computed is None else join_tangents(*computed)
 
     def differentiated(self, call: Any, results: Any, grads: tuple[Any, ...], wanted: Wanted) -> tuple[Any, ...]:
         """The gradients by PyTorch's operators, from what was kept: differentiable once more."""
@@ -286,9 +282,9 @@ class Operation:
 
         return differentiated(outputs, [values[i] for i in self.differentiable], grads, wanted)
 
-    def kernels(self, call: Any, backend: str | None) -> Kernels:
-        """The backend's kernels for a call of the registered operators."""
-        layout = _plan.layout(backend, self.flat(call))
+    def kernels(self, call: Any, backend: str | None, of_primals: bool = False) -> Kernels:
+        """The backend's kernels for a call of the registered operators, or of tensors without their tangents."""
+        layout = _plan.layout(backend, self.flat(call), of_primals)
         kernels = self.plans.get((Kernels, layout))
         if kernels is None:
             kernels = self._made(call, backend)
@@ -330,6 +326,12 @@ class Operation:
     def dropped_in(self, call: Any) -> frozenset[int]:
         """The fields that backward of this call does without."""
         return self._dropped if self._dropped and call.drops() else frozenset()
+
+    def saved(self, call: Any) -> tuple[list[Tensor | None], tuple[Any, ...]]:
+        """The tensors and the other fields of a call that backward reads."""
+        values, dropped = self.flat(call), self.dropped_in(call)
+        tensors = zip(self._kept_call, self._saved_tensors(values), strict=True)
+        return [None if i in dropped else x for i, x in tensors], self._saved_numbers(values)
 
     def kept(self, tensors: Sequence[Any], numbers: Sequence[Any]) -> tuple[Any, Any]:
         """The call and the results from what the operator saved of them, None in the other fields."""
@@ -477,9 +479,7 @@ class Operation:
 
     def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         *call, ctx.backend = inputs
-        ctx.numbers, tensors = self._saved_numbers(call), self._saved_tensors(call)
-        dropped = self.dropped_in(self.nested(call))
-        saved = [None if i in dropped else tensor for i, tensor in zip(self._kept_call, tensors, strict=True)]
+        saved, ctx.numbers = self.saved(self.nested(call))
         ctx.save_for_backward(*saved, *self.saved_results(output if self.result else (output,)))
         ctx.set_materialize_grads(False)  # else there would be one for each result, the public ones and the others
         if self.result is not None:

@@ -33,13 +33,16 @@ _grad_enabled = torch.is_grad_enabled
 _strided, _new = torch.strided, tuple.__new__
 
 
-def layout(backend: str | None, values: Sequence[Any]) -> Hashable:
+def layout(backend: str | None, values: Sequence[Any], of_primals: bool = False) -> Hashable:
     """The layout of a call with these arguments; None if it is not planned.
 
-    Not planned are calls that a tracer or a transform changes, and those with a tensor of a subclass, without strides
+    Not planned are calls that a tracer or a transform changes (forward-mode AD: unless `of_primals`, tensors without
+    their tangents), and those with a tensor of a subclass, without strides
     or with a negative bit, or with an option of another class.
     """
-    if dispatch_modes() or functorch_is_active() or forward_ad._current_level >= 0 or is_jit_tracing():
+    if dispatch_modes() or functorch_is_active() or is_jit_tracing():
+        return None
+    if forward_ad._current_level >= 0 and not of_primals:
         return None
     if backend is None:
         backend = get_backend()

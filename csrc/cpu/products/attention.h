@@ -463,4 +463,44 @@ inline void adjust_scores(const AttentionCall& call, const Options& options, con
   if (call.alibi_slopes) add_distances(call, span, keys, block, n, scale, from, to, scores);
 }
 
+// Masks the scores of keys [key, key + rows) in the lanes that do not see them.
+template <int REGISTERS>
+inline void mask_keys(const Block<REGISTERS>& block, int64_t key, int64_t from, int64_t to, float* KQ) {
+  for (int64_t row = from; row < to; ++row)
+    for (int n = 0; n < block.registers(); ++n) {
+      float* score = KQ + row * Block<REGISTERS>::SIZE + n * WIDTH;
+      store(score, sees(block, n, key + row) ? load(score) : splat(-INFINITY));
+    }
+}
+
+// What scores are multiplied by as exponents of 2: never 0 or denormal.
+TK_INLINE float weight_factor(const AttentionCall& call, const Options& options) {
+  const float magnitude = __builtin_fabsf(options.scale) * LOG2_E, smallest = 1.17549435e-38f;
+  return adjusts_scores(call, options) ? LOG2_E : magnitude > smallest ? magnitude : smallest;
+}
+
+// lse, its tangent and statistics of a row, each where it is given.
+TK_INLINE void write_sums(const AttentionCall& call, int64_t batch, int64_t head, int64_t query, float top,
+                          float log_sum, float change = 0.f) {
+  const int64_t row = (batch * call.heads + head) * call.queries + query;
+  if (call.lse) at<float>(call.lse)[row] = top + log_sum;
+  if (call.dlse) at<float>(call.dlse)[row] = change;
+  if (!call.statistics) return;
+  float* statistics = statistics_of(call, batch, head, query);
+  statistics[0] = top, statistics[call.queries] = log_sum;
+}
+
+// Tokens behind the last of packed sequences see nothing.
+inline void clear_unattended(const AttentionCall& call) {
+  by_dtype(call.dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    for (int64_t head = 0; head < call.heads; ++head)
+      for (int64_t row = at<int32_t>(call.cu_seqlens)[call.sequences]; row < call.queries; ++row) {
+        memset(row_of<T>(call.out, 0, head, row), 0, sizeof(T) * call.width);
+        if (call.dout.data) memset(row_of<T>(call.dout, 0, head, row), 0, sizeof(T) * call.width);
+        write_sums(call, 0, head, row, -INFINITY, 0.f);
+      }
+  });
+}
+
 }  // namespace transformer_kernels::TK_LEVEL

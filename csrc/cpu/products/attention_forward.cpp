@@ -259,16 +259,6 @@ template <int LANE_REGISTERS> struct Pairs {
 };
 #endif
 
-// Masks the scores of keys [key, key + rows) in the lanes that do not see them.
-template <int REGISTERS>
-inline void mask_keys(const Block<REGISTERS>& block, int64_t key, int64_t from, int64_t to, float* KQ) {
-  for (int64_t row = from; row < to; ++row)
-    for (int n = 0; n < block.registers(); ++n) {
-      float* score = KQ + row * Block<REGISTERS>::SIZE + n * WIDTH;
-      store(score, sees(block, n, key + row) ? load(score) : splat(-INFINITY));
-    }
-}
-
 // Scores -> weights relative to the running maximum in the first REGISTERS registers; alpha: what earlier sums are
 // multiplied by. The maximum is taken off before the change of base, which keeps the bits of large weights, and a bias
 // of the lowest number finite.
@@ -347,12 +337,6 @@ template <int REGISTERS> struct QueryTile {
   void start(int64_t begin, int64_t to) { state = State<REGISTERS>(), first = next = begin, end = to; }
 };
 
-// What scores are multiplied by as exponents of 2: never 0 or denormal.
-TK_INLINE float weight_factor(const AttentionCall& call, const Options& options) {
-  const float magnitude = __builtin_fabsf(options.scale) * LOG2_E, smallest = 1.17549435e-38f;
-  return adjusts_scores(call, options) ? LOG2_E : magnitude > smallest ? magnitude : smallest;
-}
-
 // Adds the next chunk of keys to a block's state and sums.
 template <class Operands>
 void attend(const AttentionCall& call, const Options& options, const Span& span, const Keys& keys, int64_t kv_head,
@@ -381,15 +365,6 @@ void attend(const AttentionCall& call, const Options& options, const Span& span,
   if (nonfinite.any) propagate_nonfinite(block, key, rows, nonfinite.rows + (operands.streamed ? 0 : key), tile.state);
   operands.add_values(block, key, rows, key == tile.first, alpha);
   tile.next = key + rows;
-}
-
-// lse and statistics of a row, each where it is given.
-TK_INLINE void write_sums(const AttentionCall& call, int64_t batch, int64_t head, int64_t query, float top,
-                          float log_sum) {
-  if (call.lse) at<float>(call.lse)[(batch * call.heads + head) * call.queries + query] = top + log_sum;
-  if (!call.statistics) return;
-  float* statistics = statistics_of(call, batch, head, query);
-  statistics[0] = top, statistics[call.queries] = log_sum;
 }
 
 // Writes out, lse and statistics of a block.
@@ -578,24 +553,12 @@ template <int REGISTERS> void split_forward(const AttentionCall& call, const Opt
   });
 }
 
-// Tokens behind the last of packed sequences see nothing.
-void clear_filler(const AttentionCall& call) {
-  by_dtype(call.dtype, [&](auto type) {
-    using T = typename decltype(type)::type;
-    for (int64_t head = 0; head < call.heads; ++head)
-      for (int64_t row = at<int32_t>(call.cu_seqlens)[call.sequences]; row < call.queries; ++row) {
-        memset(row_of<T>(call.out, 0, head, row), 0, sizeof(T) * call.width);
-        write_sums(call, 0, head, row, -INFINITY, 0.f);
-      }
-  });
-}
-
 }  // namespace
 
 void attention_forward(const AttentionCall& arguments) {
   const AttentionCall call = with_rotations(arguments);
   const Options options = options_of(call);
-  if (call.cu_seqlens) clear_filler(call);
+  if (call.cu_seqlens) clear_unattended(call);
   if (!span_count(call)) return;
   const int64_t rows = call.heads / call.kv_heads * call.queries;
   // In reproducible mode a query has the bits that it has among many, and pieces depend on WIDTH.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from transformer_kernels.backends import Memory, contiguous_memory, cuda, in_dtype_of
+from transformer_kernels.ops._derivatives import Outputs, Parts
 from transformer_kernels.ops._kernels import Compiled, Grads, Wanted
 from transformer_kernels.ops.attention import AttentionCall, AttentionResult, Into
 from transformer_kernels.ops.attention._common import (
@@ -17,7 +19,7 @@ from transformer_kernels.ops.attention._common import (
     broadcast_strides,
     shift_gradient,
 )
-from transformer_kernels.ops.attention.scores import Scores
+from transformer_kernels.ops.attention.scores import Scores, last_axis_contiguous
 from transformer_kernels.ops.rotary import Heads, RotaryCall
 from transformer_kernels.ops.rotary._compiled import Kernels as RotaryKernels
 
@@ -42,7 +44,7 @@ path = "auto"  # tests and benchmarks name the kernels of a GPU that they mean
 Strides = tuple[int, ...]
 """The strides of batches, heads and rows (B, H, L); the last axis is contiguous."""
 
-NO_VIEW, NO_ANGLES = (0, 0, 0, 0), (0, 0, 0, 0, False)
+NO_STRIDES, NO_VIEW, NO_ANGLES = (0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 0, False)
 NO_BIAS = (1, 1, 1, 1), (0, 0, 0, 0)
 NO_OPTIONS = (None,) * 7
 NO_SUMS = {"dlse": 0, "dbias": 0, "delta": 0}
@@ -195,6 +197,34 @@ class Kernels(AttentionKernels, Compiled):
             rotary.rotate(RotaryCall(dk, dk, *angles), heads, heads, inverse=True)
         return dq, dk, dv, dbias
 
+    def forward_tangent(
+        self, call: AttentionCall, tangents: Parts, angles: Angles | None = None
+    ) -> tuple[AttentionResult, Outputs] | None:
+        """The results, and the tangents of out and lse for those of q, k and v; on a CPU, without one of the bias."""
+        if self._machine is cuda or tangents[3] is not None:
+            return None
+        of_heads = [x if x is None else last_axis_contiguous(x.resolve_neg()) for x in tangents[:3]]
+        strides = tuple(NO_STRIDES if x is None else x.stride()[:3] for x in of_heads)
+        return self._run_tangent((call.q, call.k, call.v), of_heads, strides, self._like_q, call, angles)
+
+    def _run_tangent(
+        self,
+        heads: tuple[Any, Any, Any],
+        tangents: Sequence[Any],
+        strides: tuple[Strides, ...],
+        like: Memory,
+        call: AttentionCall | PackedAttentionCall,
+        angles: Angles | None,
+    ) -> tuple[AttentionResult, Outputs]:
+        """`forward_tangent` for q, k and v and the tangents of these, as tensors or addresses."""
+        empty = self._machine.allocator(self._device)
+        result = AttentionResult(empty(*like), empty(*self._lse), empty(*self._statistics))
+        dout, dlse = empty(*like), empty(*self._lse)
+        kernel = self._kernel("attention_tangent", angles, self._like_q[1][:3], strides)
+        options = *self._options(call.scores, angles), call.seed
+        kernel(*heads, *result, *options, dout, *tangents, dlse, None, None)
+        return result, (dout, dlse)
+
     def _options(self, scores: Scores, angles: Angles | None) -> tuple[Tensor | None, ...]:
         """The tensors beside q, k and v, in the order of csrc/calls/attention.h."""
         if self._plain and angles is None:
@@ -223,8 +253,9 @@ class PackedKernels(Kernels):
         batch, length, every, width = qkv.shape
         self._out = contiguous_memory((batch, length, heads * width), qkv.dtype)
         self._like_qkv = contiguous_memory(tuple(qkv.shape), qkv.dtype)
-        self._of_k, self._of_v = (qkv.stride(2) * skipped * qkv.itemsize for skipped in (heads, heads + kv_heads))
-        self._of_dk, self._of_dv = (width * skipped * qkv.itemsize for skipped in (heads, heads + kv_heads))
+        self._heads_before = heads, heads + kv_heads
+        self._of_k, self._of_v = (qkv.stride(2) * skipped * qkv.itemsize for skipped in self._heads_before)
+        self._of_dk, self._of_dv = (width * skipped * qkv.itemsize for skipped in self._heads_before)
         self._gradients = ((length * every * width, width, every * width),) * 3
 
     def forward(self, call: PackedAttentionCall, recorded: bool = True) -> AttentionResult:  # type: ignore[override]
@@ -250,6 +281,19 @@ class PackedKernels(Kernels):
         gradients = grads[0], dq, dq + self._of_dk, dq + self._of_dv
         given = *views, *self._options(call.scores, angles), call.seed, *gradients
         return dqkv, self._run_backward(kernel, given, result, call.scores.bias if wanted[1] else None, None)
+
+    def forward_tangent(  # type: ignore[override]
+        self, call: PackedAttentionCall, tangents: Parts
+    ) -> tuple[AttentionResult, Outputs] | None:
+        """As that of the heads."""
+        if self._machine is cuda or tangents[0] is None or tangents[1] is not None:
+            return None
+        dqkv = last_axis_contiguous(tangents[0].resolve_neg())
+        batch, row, head = dqkv.stride()[:3]
+        q, dq = call.qkv.data_ptr(), dqkv.data_ptr()
+        of_k, of_v = (head * skipped * dqkv.itemsize for skipped in self._heads_before)
+        heads, of_heads = (q, q + self._of_k, q + self._of_v), (dq, dq + of_k, dq + of_v)
+        return self._run_tangent(heads, of_heads, ((batch, head, row),) * 3, self._out, call, _angles(call))
 
 
 def _angles(call: PackedAttentionCall) -> Angles | None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from transformer_kernels.ops._derivatives import Outputs, Parts
 from transformer_kernels.ops._kernels import Adapter, Grads, Kernels, Wanted
 
 if TYPE_CHECKING:
@@ -31,7 +32,25 @@ class WithSinks(Adapter):
 
     def forward(self, call: AttentionCall, **options: Any) -> AttentionResult:
         """Output and lse with sinks."""
-        result: AttentionResult = self.kernels.forward(call, **options)
+        return self._with_sinks(call, self.kernels.forward(call, **options))
+
+    def forward_tangent(
+        self, call: AttentionCall, tangents: Parts, **options: Any
+    ) -> tuple[AttentionResult, Outputs] | None:
+        """r out and log(exp(lse) + exp(sink)), with r' = r p (lse' - sink')."""
+        found = self.kernels.forward_tangent(call, tangents[:4], **options)
+        if found is None:
+            return None
+        result, (dout, dlse) = found
+        dsinks = torch.zeros_like(dlse) if tangents[4] is None else tangents[4].to(dlse.dtype)[:, None]
+        excess = self._excess(call, result)
+        weights, kept = torch.sigmoid(excess), torch.sigmoid(-excess)
+        change = (weights * (dlse - dsinks)).unsqueeze(-1)
+        dout = ((dout + change * result.out) * kept.unsqueeze(-1)).to(dout.dtype)
+        return self._with_sinks(call, result), (dout, torch.addcmul(weights * dsinks, kept, dlse))
+
+    def _with_sinks(self, call: AttentionCall, result: AttentionResult) -> AttentionResult:
+        """The results of the kernels, with sinks; the output is written to."""
         assert call.scores.sinks is not None
         kept = torch.sigmoid(-self._excess(call, result))
         result.out.mul_(kept.unsqueeze(-1))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from transformer_kernels.backends import dispatch
 from transformer_kernels.ops import _checks, _operation
+from transformer_kernels.ops._derivatives import Outputs, Parts
 from transformer_kernels.ops._dropout import draw_seed
 from transformer_kernels.ops._kernels import Adapter, Grads, Kernels, Wanted, record
 from transformer_kernels.ops.attention import AttentionCall, AttentionResult, check_devices
@@ -219,6 +220,18 @@ class _Packed(Adapter):
         inner, options = self._inner(call)
         out, lse, statistics = self.made(self._attention, inner).forward(inner, **options)
         return AttentionResult(_joined(out), lse, statistics)
+
+    def forward_tangent(self, call: PackedAttentionCall, tangents: Parts) -> tuple[AttentionResult, Outputs] | None:
+        """By attention's kernels, where they rotate rows themselves."""
+        if not self._rotates:
+            return None
+        inner, options = self._inner(call)
+        of_heads = (None,) * 3 if tangents[0] is None else _split(tangents[0], call.heads)
+        found = self.made(self._attention, inner).forward_tangent(inner, (*of_heads, *tangents[1:]), **options)
+        if found is None:
+            return None
+        result, (dout, dlse) = found
+        return result._replace(out=_joined(result.out)), (_joined(dout), dlse)
 
     def backward(
         self, call: PackedAttentionCall, result: AttentionResult, grads: Grads, wanted: Wanted

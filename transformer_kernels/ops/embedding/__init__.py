@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from transformer_kernels.ops import _checks, _operation
+from transformer_kernels.ops._derivatives import Parts, contiguous
 from transformer_kernels.ops._dropout import draw_seed, dropped_rows
-from transformer_kernels.ops._kernels import record
+from transformer_kernels.ops._kernels import Kernels, record
 from transformer_kernels.ops.norm import normed
 
 OP = "embedding"
@@ -52,6 +53,16 @@ class EmbeddingCall(NamedTuple):
             y = normed(y, self.norm_weight, self.norm_bias, self.eps, True)
         y = y.to(self.weight.dtype)
         return (y if self.seed is None else dropped_rows(y, self.seed, self.dropout_p),)
+
+    def has_tangents(self, given: Parts) -> bool:
+        """Of all tables, whose rows are added up."""
+        return self.norm_weight is None and given[0] is not None and (self.positions is None or given[1] is not None)
+
+    def tangents(self, kernels: Kernels, result: EmbeddingResult, given: Parts) -> tuple[Tensor]:
+        """The rows of the tables' tangents."""
+        positions = None if given[1] is None else contiguous(given[1])
+        moved: EmbeddingResult = kernels.forward(self._replace(weight=contiguous(given[0]), positions=positions))
+        return (moved.y,)
 
     def is_empty(self) -> bool:
         return not (self.weight.numel() and self.tokens.numel())

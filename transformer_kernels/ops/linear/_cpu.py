@@ -15,6 +15,7 @@ from torch import Tensor
 from transformer_kernels.backends import contiguous_memory, cpu, in_dtype_of, memory_of
 from transformer_kernels.backends.cpu import DTYPE_CODES
 from transformer_kernels.ops import _kernels
+from transformer_kernels.ops._derivatives import Outputs, Parts
 from transformer_kernels.ops._kernels import Grads, Wanted
 from transformer_kernels.ops._operation import autocast_dtype
 from transformer_kernels.ops.activation import ActivationCall, _compiled
@@ -104,6 +105,33 @@ class Kernels(_kernels.Kernels):
         return Products(call) if fuses(call) else Selected(call)
 
     fuses = staticmethod(fuses)
+
+    _tangent: tuple[Any, Any] | None = None
+    """The kernels of this layer without bias and activation, and those of the activation, made at their first use."""
+
+    def forward_tangent(self, call: LinearCall, tangents: Parts) -> tuple[LinearResult, Outputs] | None:
+        """x' W^T + x W'^T + b', times the slope of the activation."""
+        x, weight, _, activation = call
+        dx, dweight, dbias = (value if value is None else value.resolve_neg() for value in tangents)
+        if dx is None and dweight is None:
+            return None
+        layers = [] if dx is None else [LinearCall(dx.contiguous(), weight, None, None)]
+        if dweight is not None:  # in the layout of the weight
+            dweight = dweight.contiguous() if weight.is_contiguous() else dweight.t().contiguous().t()
+            layers.append(LinearCall(x, dweight, None, None))
+        result: LinearResult = self.forward(call)
+        inner = None if activation is None else ActivationCall(result.y, None, None, activation, False)
+        if self._tangent is None:
+            self._tangent = Kernels.of(layers[0]), inner and _Activation(inner)
+        layer, slopes = self._tangent
+        if dbias is not None:
+            layers[0] = layers[0]._replace(bias=dbias.to(x.dtype).contiguous())
+        dy: Tensor = layer.forward(layers[0]).y
+        for other in layers[1:]:
+            dy.add_(layer.forward(other).y)
+        if inner is not None:
+            dy, _, _ = slopes.backward(inner, result.saved, (dy,), (True, False, False))
+        return result, (dy,)
 
 
 def _is_small_batch(call: LinearCall) -> bool:

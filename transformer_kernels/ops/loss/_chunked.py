@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from transformer_kernels.backends import dispatch
+from transformer_kernels.ops._derivatives import Outputs, Parts
 from transformer_kernels.ops._kernels import Adapter, Grads, Kernels, Wanted
 from transformer_kernels.ops._operation import is_traced, without_autocast
 from transformer_kernels.ops._plan import Plan
@@ -72,6 +73,23 @@ class ChunkedCrossEntropy(Adapter):
         weights = head.options.weights
         loss, count = self.inner.reduced(losses, classes, call.ignore_index, call.reduction, weights)
         return LinearCrossEntropyResult(loss, count, *head.gradients(call))
+
+    def forward_tangent(
+        self, call: LinearCrossEntropyCall, tangents: Parts
+    ) -> tuple[LinearCrossEntropyResult, Outputs] | None:
+        """Those of a linear layer and its loss, where all rows fit into one chunk and no gradients are required."""
+        if any(call.wanted) or not call.is_one_chunk() or call.dtype is not call.x.dtype:
+            return None
+        layer = LINEAR.prepare(call.x, call.weight, call.bias)
+        moved = LINEAR.kernels(layer, self.backend, of_primals=True).forward_tangent(layer, tangents)
+        if moved is None:
+            return None
+        (logits, _), of_logits = moved
+        inner = call.loss_of(logits)
+        loss = _cross_entropy().kernels(inner, self.backend, of_primals=True)
+        result = loss.forward(inner)
+        done = LinearCrossEntropyResult(result.loss, result.counted, None, None, None)
+        return done, inner.tangents(loss, result, of_logits)  # type: ignore[misc]
 
     def backward(
         self, call: LinearCrossEntropyCall, result: LinearCrossEntropyResult, grads: Grads, wanted: Wanted

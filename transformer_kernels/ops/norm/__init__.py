@@ -63,24 +63,23 @@ class NormCall(NamedTuple):
 
     def tangents(self, kernels: Kernels, result: NormResult, given: Parts) -> tuple[Tensor, ...]:
         """Those of a norm without parameters have a symmetric Jacobian: backward's, times the weight."""
-        dx, dresidual, dweight, dbias = given
-        alone = self._replace(weight=torch.ones_like(self.weight), bias=None, residual=None, seed=None)
-        alone = alone._replace(x=self.x if result.summed is None else result.summed)
-        wide = result.rstd.dtype
+        dx, dresidual, dweight, dbias = (value if value is None else contiguous(value) for value in given)
+        alone = self._replace(residual=None, seed=None, x=self.x if result.summed is None else result.summed)
         terms = [x for x in (None if dx is None else self._dropped(dx), dresidual) if x is not None]
         dsummed = sum(terms[1:], terms[0]) if terms else torch.zeros_like(self.x)
-        tangent = torch.zeros_like(self.x, dtype=wide)
+        tangent = None
         if terms:
-            dy = contiguous(dsummed), *[None] * (self.residual is not None)
-            kept = alone._replace(residual=self.residual)
-            found = kernels.backward(kept, result, dy, (True, False, False, False))[0]
-            assert found is not None
-            tangent = found.to(wide).mul_(self.weight)
-        if dweight is not None:
-            tangent.addcmul_(kernels.forward(alone).y.to(wide), dweight.to(wide))
-        if dbias is not None:
-            tangent.add_(dbias)
-        return tangent.to(self.x.dtype), dsummed
+            dy = dsummed, *[None] * (self.residual is not None)
+            kept = alone._replace(residual=self.residual, weight=torch.ones_like(self.weight))
+            tangent = kernels.backward(kept, result, dy, (True, False, False, False))[0]
+            assert tangent is not None
+            tangent.mul_(self.weight)
+        if dweight is not None or dbias is not None:  # dweight * the normalised rows + dbias
+            weight = torch.zeros_like(self.weight) if dweight is None else dweight
+            bias = torch.zeros_like(self.bias) if dbias is None and self.bias is not None else dbias
+            moved = kernels.forward(alone._replace(weight=weight, bias=bias)).y
+            tangent = moved if tangent is None else tangent.add_(moved)
+        return torch.zeros_like(self.x) if tangent is None else tangent, dsummed
 
     def second_order(self, result: NormResult, grads: Grads, wanted: Wanted) -> tuple[Tensor | None, ...] | None:
         """Those of a norm after an addition, from the sum."""
