@@ -11,7 +11,7 @@ import argparse
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,12 +88,13 @@ class Case:
 
 @dataclass(frozen=True)
 class FastPath:
-    """A fast path, the context without it, and calls that take it."""
+    """A fast path, the context without it, calls that take it, and the context with it if it is off by default."""
 
     name: str
     backend: str
     off: Callable[[], AbstractContextManager[None]]
     cases: tuple[Case, ...]
+    on: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 @contextmanager
@@ -150,23 +151,37 @@ def _table_path(kernel: Kernel, body: Body, capability: tuple[int, int]) -> Fast
     return FastPath(f"table of {kernel.value}, {body.value}", "triton", off, tuple(cases))
 
 
+LONG = (Case(2, 16, 4096, 64), Case(2, 16, 4096, 128, options=("causal",)), Case(8, 16, 512, 128))
+PERSISTENT = FastPath(
+    "sm_90a: persistent, groups by turns",
+    "cuda",
+    nullcontext,
+    LONG,
+    lambda: replaced(_compiled, "path", "sm90_persistent"),
+)
+"""Off until a GPU has timed it: `keep` makes it the path of `auto`."""
+
+
 def paths(capability: tuple[int, int]) -> list[FastPath]:
-    """The fast paths of both backends, with the tables that count for a compute capability in 16 bits."""
+    """The fast paths of both backends, those that compile nothing first.
+
+    With the tables that count for a compute capability in 16 bits.
+    """
     short = (Case(64, 4, 64, 32, backward=True), Case(16, 8, 128, 64, backward=True))
-    long = (Case(2, 16, 4096, 64), Case(2, 16, 4096, 128, options=("causal",)), Case(8, 16, 512, 128))
     rotary = (Case(16, 12, 512, 64, backward=True, options=("rotary", "causal")),)
     keys = (key for key in _tiles.TABLES if key[1] is not Body.LIGHT)
     tables = [path for key in keys if (path := _table_path(*key, capability)).cases]
     return [
+        FastPath("short sequences", "cuda", lambda: replaced(_compiled, "path", "general"), short),
+        FastPath("sm_90a: TMA and wgmma", "cuda", lambda: replaced(_compiled, "path", "general"), LONG),
+        PERSISTENT,
         FastPath("short sequences", "triton", lambda: replaced(_triton._Plan, "short_tile", lambda *_: None), short),
         FastPath(
             "decode", "triton", lambda: replaced(_tiles, "DECODE_QUERIES", 0), (Case(4, 12, 1, 64, keys=4096),)
         ),
         FastPath("rotation at the load", "triton", lambda: replaced(_tiles, "ROTATED_HEAD_DIM", 0), rotary),
-        FastPath("sections of heads for L2", "triton", lambda: replaced(_tiles, "L2_BYTES", 1 << 60), long),
+        FastPath("sections of heads for L2", "triton", lambda: replaced(_tiles, "L2_BYTES", 1 << 60), LONG),
         *tables,
-        FastPath("short sequences", "cuda", lambda: replaced(_compiled, "path", "general"), short),
-        FastPath("sm_90a: TMA and wgmma", "cuda", lambda: replaced(_compiled, "path", "general"), long),
     ]  # fmt: skip
 
 
@@ -176,11 +191,13 @@ def measure(path: FastPath, case: Case, device: torch.device) -> dict[str, Any]:
     with timing.work_stream(device):
         run = case.call(path.backend, device)
         try:
-            on, first = run(), timing.time_calls(device, [run], SECONDS).median
+            with path.on():
+                on, first = run(), timing.time_calls(device, [run], SECONDS).median
             with path.off():
                 off, without = run(), timing.time_calls(device, [run], SECONDS).median
-            again = timing.time_calls(device, [run], SECONDS).median
-        except (RuntimeError, NotImplementedError) as error:
+            with path.on():
+                again = timing.time_calls(device, [run], SECONDS).median
+        except (RuntimeError, NotImplementedError, ValueError) as error:
             return row | {"verdict": "failed", "reason": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
     error = max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-6)) for a, b in zip(on, off, strict=True))
     gain = without / min(first, again)

@@ -274,6 +274,21 @@ MUTANTS = [
         "",
         "tests/ops/test_attention_cuda.py -k sm90",
     ),
+    *(
+        Mutant(
+            "csrc/cuda/kernels/attention_forward_sm90.cuh",
+            old,
+            new,
+            "tests/ops/test_attention_cuda.py -k persistent_grid_matches",
+        )
+        for old, new in (
+            ("if (group == 1) pass_turn();", ""),
+            ("if (group == 0) wait_for_turn();", ""),
+            ("if (PERSISTENT) barrier_wait(queries_empty", "if (false) barrier_wait(queries_empty"),
+            ("fence_for_async();\n    release(queries_empty", "release(queries_empty"),
+            ("if (PERSISTENT) release(values_empty", "if (false) release(values_empty"),
+        )
+    ),
     Mutant(
         "csrc/cuda/kernels/attention_scores.cuh",
         "reinterpret_cast<const uint32_t*>(rows[half]) + first_key / 2;",

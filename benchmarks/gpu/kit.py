@@ -198,7 +198,9 @@ def make_conformance(architecture: str, kit: Path) -> None:
 
     os.environ["TRANSFORMER_KERNELS_EMULATE_ARCH"] = architecture.rstrip("af")
     programs.compile_for_device("conformance", architecture, kit / CONFORMANCE)
-    (kit / f"{CONFORMANCE}.txt").write_text(programs.run("conformance", "plain").stdout)
+    emulated = programs.run("conformance", "plain")
+    emulated.check_returncode()
+    (kit / f"{CONFORMANCE}.txt").write_text(emulated.stdout)
 
 
 def pack(kit: Path, archive: Path, kernels: int) -> None:

@@ -96,6 +96,14 @@ void refuse_exits_at_block_barrier(const Block& block) {
          block.barriers[0].waiting.front()->linear);
 }
 
+// Threads that arrived at a named barrier without waiting, and that no other thread waited for.
+void refuse_unmatched_arrivals(Block& block) {
+  for (unsigned id = 1; id < 16 && block.error.empty(); ++id)
+    if (const unsigned arrived = block.barriers[id].arrived)
+      block.error = "the block ends with " + std::to_string(arrived) + " arrivals at named barrier " +
+                    std::to_string(id) + " that no thread waited for";
+}
+
 void run_kernel_in_fiber(Block& block, Thread& self) {
   try {
     (*block.kernel)();
@@ -352,6 +360,7 @@ void BlockRunner::run_block(uint64_t block_number) {
   }
   jump(*pick(block));
   tell_order_after(&block.end_order);
+  refuse_unmatched_arrivals(block);
   close_hopper(block);
   close_shared_memory(block);
   count(BLOCKS);

@@ -9,6 +9,7 @@ import torch
 from benchmarks import fast_paths, timing
 from benchmarks.fast_paths import Case, FastPath
 from transformer_kernels.backends import triton as backend
+from transformer_kernels.ops.attention import _compiled
 
 PATHS = fast_paths.paths(backend.INTERPRETED_CAPABILITY)
 TRITON = [path for path in PATHS if path.backend == "triton"]
@@ -46,6 +47,19 @@ def test_the_verdict(slower, verdict, monkeypatch, device):
     row = fast_paths.measure(SHORT, Case(1, 2, 16, 32, backward=True), device)
     assert row["verdict"] == verdict and row["gain"] == slower and row["error"] < 1e-2
     assert fast_paths.line(row).startswith(verdict)
+
+
+def test_a_path_that_is_off_by_default_is_measured_while_on(monkeypatch, device):
+    selected = []
+
+    def timed(*_):
+        selected.append(_compiled.path)
+        return timing.Timing((1.0,), "clock")
+
+    monkeypatch.setattr(timing, "time_calls", timed)
+    monkeypatch.setenv("TRANSFORMER_KERNELS_EMULATE_ARCH", "90")
+    row = fast_paths.measure(fast_paths.PERSISTENT, Case(1, 5, 140, 64, options=("causal",)), device)
+    assert selected == ["sm90_persistent", "auto", "sm90_persistent"] and row["verdict"] == "delete"
 
 
 def test_results_that_differ_are_wrong(monkeypatch, device):

@@ -10,6 +10,7 @@
 #include "cuda/primitives/matrix.h"
 #include "cuda/primitives/memory.h"
 #include "cuda/primitives/numbers.h"
+#include "cuda/primitives/reductions.h"
 
 namespace tk = transformer_kernels;
 
@@ -26,6 +27,7 @@ enum class Bug {
   GLOBAL_RACE_BETWEEN_BLOCKS,
   WRONG_FRAGMENT_INDEX,
   COPY_USED_BEFORE_WAIT,
+  ARRIVAL_WITHOUT_A_WAIT,
   MISSING_PROXY_FENCE,
   MISSING_BARRIER_AFTER_FENCE,
   UNREPORTED_STORE_WITHOUT_FENCE,
@@ -67,6 +69,7 @@ static const std::map<std::string, Bug> BUGS = {
     {"global_race_between_blocks", Bug::GLOBAL_RACE_BETWEEN_BLOCKS},
     {"wrong_fragment_index", Bug::WRONG_FRAGMENT_INDEX},
     {"copy_used_before_wait", Bug::COPY_USED_BEFORE_WAIT},
+    {"arrival_without_a_wait", Bug::ARRIVAL_WITHOUT_A_WAIT},
     {"missing_proxy_fence", Bug::MISSING_PROXY_FENCE},
     {"missing_barrier_after_fence", Bug::MISSING_BARRIER_AFTER_FENCE},
     {"unreported_store_without_fence", Bug::UNREPORTED_STORE_WITHOUT_FENCE},
@@ -103,6 +106,7 @@ __global__ void reverse_kernel(const float* x, float* y, Bug bug) {
   tk::SharedMemory shared;
   float* tile = shared.take<float>(THREADS);
   const int t = static_cast<int>(threadIdx.x);
+  if (bug == Bug::ARRIVAL_WITHOUT_A_WAIT && t < 32) tk::named_barrier_arrive(1, 64);
   if (bug == Bug::EARLY_RETURN_BEFORE_BARRIER && t >= 80) return;
   for (int i = 0; i < TILES; ++i) {
     const int64_t base = (static_cast<int64_t>(blockIdx.x) * TILES + i) * THREADS;

@@ -26,6 +26,7 @@ FOUND_BY = {
 # Rules of Hopper's asynchronous units. The numbers are correct (or nothing is computed): only the rule detects the bug,
 # in any schedule and build, with this message.
 BREAKS_A_RULE = {
+    "arrival_without_a_wait": "the block ends with 32 arrivals at named barrier 1",
     "missing_proxy_fence": r"wgmma touches shared memory that thread \d+ wrote .* without fence_for_async",
     "missing_barrier_after_fence": "without a barrier after its fence_for_async",
     "unreported_store_without_fence": "that ordinary stores wrote without fence_for_async",

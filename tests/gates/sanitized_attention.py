@@ -39,6 +39,8 @@ CASES = [
     Case("short", torch.float16, 64, 70, 100, (2, 1), everything=True),
     Case("sm90", torch.bfloat16, 64, 130, 200, (1, 1)),
     Case("sm90", torch.bfloat16, 64, 200, 200, (1, 1), starts=[0, 30, 150, 190]),
+    Case("sm90_persistent", torch.bfloat16, 64, 150, 200, (4, 2)),
+    Case("sm90_persistent", torch.float16, 128, 200, 200, (6, 1), starts=[0, 30, 150, 190]),
 ]
 NONSENSE = ([5, 3, 1000, -7], [5, -(2**31)], [-(2**31), 2**31 - 1], [2**31 - 1], [90, 80, 70, 60, 50])
 
@@ -50,7 +52,7 @@ def random(*shape, dtype, seed):
 def use(family):
     """Use the kernels of a family, on their architecture."""
     _compiled.path = family
-    os.environ["TRANSFORMER_KERNELS_EMULATE_ARCH"] = "90" if family == "sm90" else "80"
+    os.environ["TRANSFORMER_KERNELS_EMULATE_ARCH"] = "90" if family.startswith("sm90") else "80"
 
 
 def check_case(case):
@@ -69,7 +71,7 @@ def check_case(case):
     use(case.family)
     result, want = KERNELS(call).forward(call), _torch.Kernels(call).forward(call)
     check(f"{case} forward", result, want)
-    if case.family == "sm90":  # a forward kernel; its backward is the general one
+    if case.family.startswith("sm90"):  # a forward kernel; its backward is the general one
         use("general")
     dout = random(*q.shape, dtype=case.dtype, seed=5)
     wanted = (True, True, True, case.everything and case.family != "short")  # that family has no gradient of a bias

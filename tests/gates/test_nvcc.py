@@ -118,21 +118,24 @@ def test_attention_kernels(source, architecture, capsys):
 def test_the_hopper_kernel_multiplies_by_warp_groups(capsys):
     kernels = compiled("attention_sm90", "90a", capsys)
     assert all(kernel.wgmma and not kernel.serialised for kernel in kernels)
-    # setmaxnreg deadlocks if the launch has too few registers: 128 threads keep 24, 256 take 240.
-    assert all(kernel.register_moves == 2 and 384 * kernel.registers >= 128 * 24 + 256 * 240 for kernel in kernels)
     for kernel in kernels:
+        head_dim, extras, bias, persistent = re.findall(r", (\w+)", kernel.arguments)
+        kept, taken = (40, 232) if persistent == "true" else (24, 240)
+        # setmaxnreg deadlocks if the launch has too few registers: 128 threads keep some, 256 take more.
+        assert kernel.register_moves == 2 and 384 * kernel.registers >= 128 * kept + 256 * taken
         if not kernel.code:
             continue  # no cuobjdump
         producer, consumer = registers_by_role(kernel.code).items()
-        assert producer[0] == 24 >= producer[1] > 0 and consumer[0] == 240 >= consumer[1] > 0, (producer, consumer)
+        assert producer[0] == kept >= producer[1] > 0 and consumer[0] == taken >= consumer[1] > 0, (producer, consumer)
         loop = overlapped_loop(kernel.code)
         print(kernel.arguments, loop)
-        head_dim, extras, bias = re.findall(r", (\w+)", kernel.arguments)
-        scores = 32 if head_dim == "256" or bias == "true" else 64  # per thread
+        narrow = head_dim == "256" or bias == "true" or (head_dim, extras, persistent) == ("128", "true", "true")
+        scores = 32 if narrow else 64  # per thread
         # plus two rescaling factors; the tanh of a softcap is an exponential too
         assert loop.overlapped == loop.exponentials == (2 * scores if extras == "true" else scores) + 2
         if extras == "false":
-            assert loop.instructions <= 500 and loop.uniform <= 60 and loop.instructions + loop.mask <= 700
+            most = (550, 100, 750) if persistent == "true" else (500, 60, 700)
+            assert loop.instructions <= most[0] and loop.uniform <= most[1] and loop.instructions + loop.mask <= most[2]
             continue
         assert dropout_instructions(kernel.code) <= 8
         if scores == 32:

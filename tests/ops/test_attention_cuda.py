@@ -31,8 +31,8 @@ and the general backward pass. Every other launch fits on every GPU, or is rejec
 @pytest.fixture
 def path(request, monkeypatch):
     monkeypatch.setattr(_compiled, "path", "auto" if request.param == SMALL else request.param)
-    if request.param in ("sm90", SMALL):
-        monkeypatch.setenv("TRANSFORMER_KERNELS_EMULATE_ARCH", "90" if request.param == "sm90" else "86")
+    if request.param in ("sm90", "sm90_persistent", SMALL):
+        monkeypatch.setenv("TRANSFORMER_KERNELS_EMULATE_ARCH", "86" if request.param == SMALL else "90")
     return request.param
 
 
@@ -284,6 +284,62 @@ def test_sm90_reads_a_packed_projection_and_writes_what_backward_needs(path, dev
 def test_sm90_refuses_what_it_does_not_do(path, device):
     odd = torch.zeros(1, 1, 8, 9, device=device)  # odd rows are not read in pairs
     for width, bias in ((36, None), (64, odd[..., :8]), (256, odd[..., 1:])):
+        with pytest.raises(ValueError, match="the sm90 kernels do not take this call"):
+            tk.attention(**make(torch.float16, device, (8, 8), width=width), attn_bias=bias, backend="cuda")
+
+
+sm90_persistent = pytest.mark.parametrize("path", ["sm90_persistent"], indirect=True)
+PERSISTENT = {  # width, lengths and options; padding and packing are of the last batch and of 300 tokens
+    "full": (64, (300, 333), {}),
+    "causal": (128, (300, 300), {"causal": True}),
+    "tiles without keys": (64, (300, 140), {"causal": True}),
+    "one tile for each block": (128, (100, 420), {}),
+    "window": (96, (300, 400), {"causal": True, "window": 60}),
+    "padding": (128, (140, 420), {"key_padding_mask": True}),
+    "softcap and dropout": (64, (300, 200), {"softcap": 1.5, "dropout_p": 0.2, "key_padding_mask": True}),
+    "options of wide heads": (128, (300, 200), {"scale": -0.2, "softcap": 2.0, "dropout_p": 0.1, "causal": True}),
+    "packed": (64, (300, 300), {"cu_seqlens": [0, 30, 31, 150, 290]}),
+    "packed, causal": (128, (300, 300), {"cu_seqlens": [0, 128, 256], "causal": True, "dropout_p": 0.2}),
+}
+
+
+def check_persistent(case, dtype, device):
+    """Against float64, in a grid of no more than the emulated four blocks; query heads share key heads in pairs."""
+    width, lengths, given = PERSISTENT[case]
+    tensors = {name: x.detach() for name, x in make(dtype, device, lengths, batch=1, heads=(4, 2), width=width).items()}
+    options = {"return_lse": True, **given}
+    if options.pop("key_padding_mask", None):
+        mask = tensors["key_padding_mask"] = padding(2, lengths[1], device)[1:]
+        mask[:, 30:160] = False  # a whole tile of padding between real keys
+        for name in "kv":
+            tensors[name].masked_fill_(~mask[:, None, :, None], float("nan"))
+    if starts := options.get("cu_seqlens"):
+        options["cu_seqlens"] = torch.tensor(starts, dtype=torch.int32, device=device)
+    if _extension.emulating():
+        _extension.load().reset_counters()
+    check_parity("attention", "cuda", tensors, options, seed=5)
+    assert not _extension.emulating() or _extension.load().counters()["blocks"] == 4
+
+
+@sm90_persistent
+@half
+@pytest.mark.parametrize("case", PERSISTENT)
+def test_a_persistent_grid_matches_reference(path, dtype, case, device):
+    needs_sm90(device)
+    check_persistent(case, dtype, device)
+
+
+@sm90_persistent
+@pytest.mark.parametrize("schedule", SCHEDULES[1:], ids=str, indirect=True)
+@pytest.mark.parametrize("case", ["causal", "tiles without keys", "padding", "packed"])
+def test_a_persistent_grid_under_every_schedule(path, schedule, case, device):
+    check_persistent(case, torch.bfloat16, device)
+
+
+@sm90_persistent
+def test_a_persistent_grid_refuses_what_it_does_not_do(path, device):
+    needs_sm90(device)
+    for width, bias in ((136, None), (64, torch.zeros(1, 1, 8, 8, device=device))):
         with pytest.raises(ValueError, match="the sm90 kernels do not take this call"):
             tk.attention(**make(torch.float16, device, (8, 8), width=width), attn_bias=bias, backend="cuda")
 

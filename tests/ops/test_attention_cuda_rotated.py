@@ -37,6 +37,7 @@ CASES: dict[str, tuple[str, tuple[torch.dtype, ...], dict[str, Any]]] = {
         TENSOR_CORES,
         {"width": 64, "rotated": 32, "length": 280, "batch": 1, "starts": [0, 20, 150, 270]},
     ),
+    "hopper_persistent": ("sm90_persistent", TENSOR_CORES, {"width": 64, "rotated": 40, "length": 150, "causal": True}),
     "hopper_wide": ("sm90", TENSOR_CORES[1:], {"width": 256, "rotated": 256, "length": 70, "batch": 1}),
     "hopper_filled_up": ("sm90", TENSOR_CORES[:1], {"width": 96, "rotated": 96, "length": 70, "causal": True}),
     "short": ("short", TENSOR_CORES, {"width": 64, "rotated": 64, "causal": True}),
@@ -108,7 +109,7 @@ def copied(call, angles):
 def test_equals_rotated_copies(case, dtype, interleaved, device, monkeypatch):
     path, _, options = CASES[case]
     monkeypatch.setattr(_compiled, "path", path)
-    monkeypatch.setenv("TRANSFORMER_KERNELS_EMULATE_ARCH", "90" if path == "sm90" else "80")
+    monkeypatch.setenv("TRANSFORMER_KERNELS_EMULATE_ARCH", "90" if path.startswith("sm90") else "80")
     given = {"length": 100, "batch": 2, "padded": False, "starts": None, **options}
     width = given.pop("rotated")
     call = make(dtype, device, **given)

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from tests.support.ptx.cases import problems
-from tests.support.ptx.hopper import CALLS, VARIANTS, planted, variant, verdict
+from tests.support.ptx.hopper import CALLS, VARIANTS, persistent, planted, variant, verdict
 from transformer_kernels.backends import build
 from transformer_kernels.backends import cuda as backend
 
 pytestmark = pytest.mark.slow
 
 NOT_FOUND = {
-    "plain: row and column of a box swapped, 1 of 3": "the box of queries, whose row and column are both 0",
+    "plain: row and column of a box swapped, 1 of 4": "the box of queries, whose row and column are both 0",
     "plain: without bar.warp.sync, 1 of 6": "of the producer, whose other lanes do nothing",
     "plain: without bar.warp.sync, 2 of 6": "the warp meets again at the first release, before it reads these rows",
     "plain: without bar.warp.sync, 4 of 6": "the producer has waited for values that are released after these keys",
@@ -40,6 +40,14 @@ def _sm_90(monkeypatch):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_matches_reference(name, dtype):
     result = variant(name, dtype)
+    assert result.kernels == ["attention_forward_sm90_kernel"]
+    assert not (lines := problems(result)), "\n".join(lines[:20])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("name", ["64 columns, padding", "64 columns, options", "128 columns", "128 columns, options"])
+def test_a_persistent_grid_matches_reference(name, dtype):
+    result = persistent(name, dtype)
     assert result.kernels == ["attention_forward_sm90_kernel"]
     assert not (lines := problems(result)), "\n".join(lines[:20])
 

@@ -10,7 +10,7 @@ namespace transformer_kernels::attention {
 
 template <class T> void launch_forward(const Arguments& arguments, Stream stream);
 template <class T> void launch_backward(const Arguments& arguments, const float* dlse, Stream stream);
-template <class T> void launch_forward_sm90(const Arguments& arguments, Stream stream);
+template <class T> void launch_forward_sm90(const Arguments& arguments, bool persistent, Stream stream);
 // Bytes of shared memory of the short kernels for a call, which is a backward pass if it has a dout.
 template <class T> int short_shared_bytes(const Arguments& arguments);
 template <class T> void launch_short_forward(const Arguments& arguments, Stream stream);

@@ -90,7 +90,7 @@ Arguments arguments_of(const AttentionCall& call) {
 }
 
 // Selects the kernels: the fastest that support the call, or, in tests and benchmarks, a family by name.
-enum class Path { AUTOMATIC = 0, GENERAL = 1, SHORT = 2, SM90 = 3 };
+enum class Path { AUTOMATIC = 0, GENERAL = 1, SHORT = 2, SM90 = 3, SM90_PERSISTENT = 4 };
 
 template <class T> bool takes_short(const Arguments& arguments, const AttentionCall& call) {
   const Path path = static_cast<Path>(call.path);
@@ -117,16 +117,19 @@ bool has_pairs(const Bias& bias, int key_length) {
                            bias.batch % 2 == 0 && reinterpret_cast<uintptr_t>(bias.data) % (2 * bytes) == 0);
 }
 
-// The copy engine requires addresses and strides of 16 bytes; axes that overlap themselves are excluded too.
+// The copy engine requires addresses and strides of 16 bytes; axes that overlap themselves are excluded too. A persistent
+// grid takes no bias and head dimensions up to 128.
 bool takes_sm90(const Arguments& arguments, const AttentionCall& call) {
+  const Path path = static_cast<Path>(call.path);
   const auto is_plain = [](const Strided& tensor) { return tensor.row > 0 && tensor.head > 0 && tensor.batch > 0; };
   const bool fits = arguments.vectorized && is_plain(arguments.query) && is_plain(arguments.key) &&
                     is_plain(arguments.value) &&
-                    (!arguments.bias.data || has_pairs(arguments.bias, arguments.key_length));
+                    (!arguments.bias.data || has_pairs(arguments.bias, arguments.key_length)) &&
+                    (path != Path::SM90_PERSISTENT || (!arguments.bias.data && arguments.head_dim <= 128));
   static const bool emulated = std::string(architectures()) == "emulated";
   static const bool built = emulated || std::string(architectures()).find("sm_90a") != std::string::npos;
   const int gpu = architecture(call.device);
-  if (static_cast<Path>(call.path) == Path::SM90) {
+  if (path == Path::SM90 || path == Path::SM90_PERSISTENT) {
     if (!fits) throw std::invalid_argument("attention: the sm90 kernels do not take this call");
     if (gpu != 90 || !built)
       throw std::invalid_argument(
@@ -134,7 +137,7 @@ bool takes_sm90(const Arguments& arguments, const AttentionCall& call) {
           ", built for " + architectures());
     return true;
   }
-  return fits && static_cast<Path>(call.path) == Path::AUTOMATIC && gpu == 90 && built;
+  return fits && path == Path::AUTOMATIC && gpu == 90 && built;
 }
 
 void attention_forward(const AttentionCall& call) {
@@ -144,7 +147,10 @@ void attention_forward(const AttentionCall& call) {
     using T = typename decltype(t)::type;
     if constexpr (sizeof(T) == 2) {
       if (takes_short<T>(arguments, call)) return launch_short_forward<T>(arguments, stream);
-      if (takes_sm90(arguments, call)) return launch_forward_sm90<T>(arguments, stream);
+      if (takes_sm90(arguments, call)) {
+        const bool persistent = static_cast<Path>(call.path) == Path::SM90_PERSISTENT;
+        return launch_forward_sm90<T>(arguments, persistent, stream);
+      }
     }
     launch_forward<T>(arguments, stream);
   });

@@ -56,9 +56,11 @@ VARIANTS: dict[str, tuple[int, dict[str, Any], Callable[[], dict[str, Tensor]]]]
 """Columns, options and further tensors that cover every kernel."""
 
 
-def forward(given: Tensors, options: dict[str, Any], edit: Edit | None = None, op: str = "attention") -> Outcome:
+def forward(
+    given: Tensors, options: dict[str, Any], edit: Edit | None = None, op: str = "attention", path: str = "sm90"
+) -> Outcome:
     """One call without gradients within the budget of tests/support/parity.py; the emulation must be one of sm_90."""
-    with mock.patch.object(_compiled, "path", "sm90"), by_ptx("attention_sm90", edit=edit) as executions, poisoned():
+    with mock.patch.object(_compiled, "path", path), by_ptx("attention_sm90", edit=edit) as executions, poisoned():
         share = check_parity(op, "cuda", given, options, seed=7)
     return outcome(share, executions)
 
@@ -74,6 +76,13 @@ def with_options(length: int, edit: Edit | None = None) -> Outcome:
 def variant(name: str, dtype: torch.dtype) -> Outcome:
     width, options, more = VARIANTS[name]
     return forward({**tensors(dtype, 140, 300, width), **more()}, {"return_lse": True, **options})
+
+
+def persistent(name: str, dtype: torch.dtype, edit: Edit | None = None) -> Outcome:
+    """Ten tiles of queries in four blocks, so that two fill a stage of queries twice."""
+    width, options, more = VARIANTS[name]
+    given = {**tensors(dtype, 140, 300, width, heads=5), **more()}
+    return forward(given, {"return_lse": True, **options}, edit, path="sm90_persistent")
 
 
 CALLS: dict[str, Callable[[Edit | None], Outcome]] = {

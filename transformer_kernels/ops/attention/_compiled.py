@@ -37,7 +37,7 @@ Shorter rows fit everywhere."""
 MAX_WHOLE_HEAD_DIM = 128
 """On a GPU, above it a block owns half the columns of dK, which rotary's kernel then rotates back in global memory."""
 
-PATHS = {"auto": 0, "general": 1, "short": 2, "sm90": 3}  # csrc/cuda/launchers/attention.cu
+PATHS = {"auto": 0, "general": 1, "short": 2, "sm90": 3, "sm90_persistent": 4}  # csrc/cuda/launchers/attention.cu
 
 path = "auto"  # tests and benchmarks name the kernels of a GPU that they mean
 
