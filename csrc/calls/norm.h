@@ -33,14 +33,15 @@ struct NormForward {
 
 // From dy and dsummed, which may be absent: dresidual, the gradient of s, which is `x` here; with a seed dx, its
 // dropout, too; dweight and dbias. `partials`, where it is given: (1 or, with a mean, 2, partial_rows, columns) fp32.
-// On a CPU, in float32, dy may be bfloat16, and dx may be absent beside `narrow`, dx in bfloat16.
+// On a CPU, in float32, dy may be bfloat16, dy + residual be the gradient of y, and dx be absent beside `narrow`, dx in
+// bfloat16.
 struct NormBackward {
   int64_t dtype;
   Address dy, dsummed, x, weight, mean, rstd, seed;
   double dropout_p;
   bool added;  // whether forward had a residual
   Address dx, dresidual, dweight, dbias, partials;
-  Address narrow;
+  Address residual, narrow;
   bool dy_is_bfloat16;
   int64_t partial_rows, rows, columns;
   bool weight_is_float32;  // and so are dweight and dbias
@@ -51,8 +52,9 @@ struct NormBackward {
     visit("dtype", dtype), visit("dy", dy), visit("dsummed", dsummed), visit("x", x), visit("weight", weight);
     visit("mean", mean), visit("rstd", rstd), visit("seed", seed), visit("dropout_p", dropout_p), visit("added", added);
     visit("dx", dx), visit("dresidual", dresidual), visit("dweight", dweight), visit("dbias", dbias);
-    visit("partials", partials), visit("narrow", narrow), visit("dy_is_bfloat16", dy_is_bfloat16);
-    visit("partial_rows", partial_rows), visit("rows", rows), visit("columns", columns);
+    visit("partials", partials), visit("residual", residual), visit("narrow", narrow);
+    visit("dy_is_bfloat16", dy_is_bfloat16), visit("partial_rows", partial_rows), visit("rows", rows);
+    visit("columns", columns);
     visit("weight_is_float32", weight_is_float32), visit("device", device), visit("stream", stream);
   }
 };

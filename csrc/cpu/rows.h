@@ -195,9 +195,9 @@ template <int R> TK_INLINE Floats with_pairs(Floats total, const Floats (&terms)
 }
 
 // Of R rows that follow each other. Adds them to dweight and, CENTRED, dbias, which are sums of floats:
-// each is read and written once for all R. Each row's own sums are made in VECTORS of SUM_LANES.
+// each is read and written once for all R. Each row's own sums are made in VECTORS of SUM_LANES. dy(element, lanes).
 template <bool CENTRED, int R, int VECTORS, class X, class G>
-TK_INLINE void project(const X* x, const G* dy, const Moments* m, const float* weight, int64_t columns, float* dweight,
+TK_INLINE void project(const X* x, const G& dy, const Moments* m, const float* weight, int64_t columns, float* dweight,
                        float* dbias, Projections* projections) {
   constexpr int OWN = VECTORS * PARTS;
   Floats a[R][OWN] = {}, b[R][OWN] = {};
@@ -206,7 +206,7 @@ TK_INLINE void project(const X* x, const G* dy, const Moments* m, const float* w
     Floats came[R], along[R];
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
-      came[r] = load(dy + r * columns + j, lanes);
+      came[r] = dy(r * columns + j, lanes);
       along[r] = came[r] * ((load(x + r * columns + j, lanes, m[r].mean) - m[r].mean) * m[r].rstd);
       b[r][u % OWN] = fma(along[r], w, b[r][u % OWN]);
       if constexpr (CENTRED) a[r][u % OWN] = fma(came[r], w, a[r][u % OWN]);

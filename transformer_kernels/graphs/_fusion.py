@@ -1,8 +1,9 @@
 """Fusion of calls in a recorded step; the results are bitwise equal.
 
 Autograd adds dx of a linear layer to the gradient of the residual stream, under autocast after widening it: the kernel
-of the product computes the sum instead if no other call reads dx. Autocast casts between the products, in bfloat16, and
-the norms, in float32: the kernel of the norm reads or writes bfloat16 instead.
+of the norm that reads the sum adds instead, or that of the product that computes dx, if no other call reads what is
+then not computed. Autocast casts between the products, in bfloat16, and the norms, in float32: the kernel of the norm
+reads or writes bfloat16 instead.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def fused(
     """
     found = _Calls(calls, began, is_free)
     for number in range(len(calls)):
-        found.add_in_product(number)
+        found.add_in_kernel(number)
     for number in range(len(calls)):
         found.cast_in_kernel(number)
     kept = [call for number, call in enumerate(found.calls) if number not in found.gone]
@@ -58,8 +59,8 @@ class _Calls:
         self._began, self._is_free = began, is_free
         self._memory = [_memory_of(call) for call in calls]
 
-    def add_in_product(self, number: int) -> None:
-        """If the call adds dx to the residual's gradient, fuse it into the product that computes dx."""
+    def add_in_kernel(self, number: int) -> None:
+        """If the call adds dx to the residual's gradient, fuse it into a norm or the product that computes dx."""
         function, terms = self.calls[number]
         if not isinstance(function, partial) or function.func is not torch.ops.aten.add.out:
             return
@@ -67,10 +68,31 @@ class _Calls:
         if scale != 1 or not all(_is_plain(term, total) for term in terms) or total.dtype is not torch.float32:
             return
         for dx, residual in (terms, terms[::-1]):
-            if residual.dtype is torch.float32 and self._replaced(number, dx, residual, total):
+            if residual.dtype is torch.float32 and (
+                self._add_in_norm(number, dx, residual, total) or self._add_in_product(number, dx, residual, total)
+            ):
                 return
 
-    def _replaced(self, number: int, dx: Tensor, residual: Tensor, total: Tensor) -> bool:
+    def _add_in_norm(self, number: int, dx: Tensor, residual: Tensor, total: Tensor) -> bool:
+        """Let the only reader of the sum, a norm's gradient, add to the residual's what `dx` was widened from."""
+        users, widened = self._users(total, self._life(total, number)), self._only_writer(dx, number)
+        if len(users) != 2 or users[0] != number or _name(self.calls[users[1]]) != "norm_backward":
+            return False
+        if widened is None or _copied_to(self.calls[widened]) is None:
+            return False
+        narrow, (_, arguments) = self.calls[widened][1][0], self.calls[users[1]]
+        if narrow.dtype is not torch.bfloat16 or not _is_plain(narrow, dx) or not _has_rows_of(arguments, total):
+            return False
+        if arguments.residual or arguments.dy_is_bfloat16 or not _is_only(total, "dy", arguments):
+            return False
+        later = range(widened + 1, users[1] + 1), range(number + 1, users[1] + 1)
+        if self._users(narrow, later[0]) or self._users(residual, later[1]):
+            return False
+        self._change(users[1], dy=narrow.data_ptr(), dy_is_bfloat16=True, residual=residual.data_ptr())
+        self.gone |= {widened, number}
+        return True
+
+    def _add_in_product(self, number: int, dx: Tensor, residual: Tensor, total: Tensor) -> bool:
         between = {number}
         made = self._only_writer(dx, number)
         if made is not None and _name(self.calls[made]) == "copy_":
@@ -119,8 +141,7 @@ class _Calls:
         if name not in READ_NARROW or not _has_rows_of(arguments, wide):
             return
         field, flag = READ_NARROW[name]
-        inside = [key for key, value in arguments._asdict().items() if _is_in(value, wide)]
-        if inside != [field] or getattr(arguments, field) != wide.data_ptr():
+        if not _is_only(wide, field, arguments):
             return
         self._change(users[1], **{field: narrow.data_ptr(), flag: True})
         self.gone.add(number)
@@ -234,8 +255,11 @@ def _has_rows_of(arguments: Any, tensor: Tensor) -> bool:
     return arguments.dtype == cpu.DTYPE_CODES[torch.float32] and arguments.rows * arguments.columns == tensor.numel()
 
 
-def _is_in(value: Any, tensor: Tensor) -> bool:
-    return _Memory(False, frozenset(), [value] if isinstance(value, int) else []).has(tensor)
+def _is_only(tensor: Tensor, field: str, arguments: Any) -> bool:
+    """Whether of a kernel's arguments this one is the tensor, and no other one is in its memory."""
+    numbers = {key: value for key, value in arguments._asdict().items() if isinstance(value, int)}
+    inside = [key for key, value in numbers.items() if _Memory(False, frozenset(), [value]).has(tensor)]
+    return inside == [field] and numbers[field] == tensor.data_ptr()
 
 
 def _is_plain(term: Any, result: Tensor) -> bool:

@@ -504,6 +504,8 @@ class Recording(TorchDispatchMode):
         for tensor in written:
             if identity(tensor) not in memory:
                 self._placed(tensor)
+        if not any(tensor.numel() for tensor in written):
+            return
         name, results = function._schema.name, self._aliases(written)
         if name in ZEROS or name in ONES:
             self.calls.append((results[0].fill_, (int(name in ONES),)))

@@ -42,6 +42,7 @@ TK_INLINE void store_both(T* wide, Bfloat16* narrow, int64_t index, Floats value
 // `dx` is null without dropout, `dsummed` where there is none.
 template <class T, class G> struct Gradients {
   const G* dy;
+  const float* residual;
   const T *dsummed, *summed;
   const float *weight, *mean, *rstd;
   T *dx, *dresidual;
@@ -49,6 +50,12 @@ template <class T, class G> struct Gradients {
   Dropout dropout;
   int64_t columns;
   bool past_caches;
+
+  // Of y.
+  template <class L> TK_INLINE Floats incoming(int64_t index, L lanes) const {
+    const Floats came = load(dy + index, lanes);
+    return residual ? came + load(residual + index, lanes) : came;
+  }
 };
 
 // Longer rows than NEAR_COLUMNS are taken one by one, in four sums. Of others one sum is made, by itself or beside its
@@ -60,14 +67,16 @@ TK_INLINE void gradients_of(const Gradients<T, G>& all, int64_t i, float* dweigh
   Moments m[R];
   Projections means[R];
   for (int r = 0; r < R; ++r) m[r] = {CENTRED ? all.mean[i + r] : 0.f, all.rstd[i + r]};
-  project<CENTRED, R, VECTORS>(all.summed + i * columns, all.dy + i * columns, m, all.weight, columns, dweight, dbias,
-                               means);
+  project<CENTRED, R, VECTORS>(
+      all.summed + i * columns,
+      [&](int64_t j, auto lanes) TK_LAMBDA { return all.incoming(i * columns + j, lanes); }, m, all.weight, columns,
+      dweight, dbias, means);
   for (int r = 0; r < R; ++r) {
     const int64_t first = (i + r) * columns;
     over_dropped_columns(all.dropout, static_cast<uint32_t>(i + r), columns,
                          [&](int64_t j, auto lanes, int u, auto drop) TK_LAMBDA {
       Floats gradient =
-          norm_gradient(load(all.dy + first + j, lanes), all.summed + first, m[r], all.weight, means[r], j, lanes);
+          norm_gradient(all.incoming(first + j, lanes), all.summed + first, m[r], all.weight, means[r], j, lanes);
       if (all.dsummed) gradient += load(all.dsummed + first + j, lanes);
       fetch_below(all.dy + first + j, R * columns, u), fetch_below(all.summed + first + j, R * columns, u);
       store_result(all.dresidual + first + j, gradient, lanes, u, all.past_caches);
@@ -124,6 +133,7 @@ void norm_backward(const NormBackward& call) {
     const int64_t width = CENTRED ? 2 * columns : columns;
     T *dropped = result_at<T>(call.dx, rows * columns), *result = result_at<T>(call.dresidual, rows * columns);
     const Gradients<T, G> all{at<const G>(call.dy),
+                              at<const float>(call.residual),
                               at<const T>(call.dsummed),
                               at<const T>(call.x),
                               at<const float>(call.weight),

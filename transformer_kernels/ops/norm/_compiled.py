@@ -78,6 +78,7 @@ class Kernels(Compiled):
             "norm_backward",
             dropout_p=self._dropout_p,
             added=self._added,
+            residual=0,
             narrow=0,
             dy_is_bfloat16=False,
             partial_rows=self._partials(like)[1],
