@@ -43,7 +43,7 @@ LAYER_NORM_CALL = Call("layer_norm", X, Option("weight"), Option("bias"), Option
 INVERSE_RMS = Call("rsqrt", MEAN_SQUARE + EPS)
 RMS_NORM = maybe(lambda y: y * WEIGHT, X * INVERSE_RMS) | (X * WEIGHT) * INVERSE_RMS
 RMS_NORM_CALL = Call("rms_norm", X, Option("weight"), Option("eps"))
-STANDARD = CENTRED / (Call("std", X, As("correction", Option("correction"))) + EPS)
+STANDARD = CENTRED / (Call("std", X, Option("correction")) + EPS)
 STD_NORM = maybe(
     lambda y: y + BIAS,
     maybe(lambda y: y * WEIGHT, STANDARD) | (CENTRED * WEIGHT) / (Call("std", X, Option("correction")) + EPS),
