@@ -49,9 +49,8 @@ STD_NORM = maybe(
     maybe(lambda y: y * WEIGHT, STANDARD) | (CENTRED * WEIGHT) / (Call("std", X, Option("correction")) + EPS),
 )
 
-STREAM = As(
-    "summed", maybe(lambda y: Call("dropout", y, Number("p", symbolic=True)), Input("branch")) + Input("residual")
-)
+DROPPED = Call("dropout", Input("branch"), Number("p", symbolic=True))
+STREAM = As("summed", (DROPPED + Input("residual")) | (Input("branch") + Input("residual")))
 ADD_LAYER_NORM = Call("layer_norm", STREAM, Option("weight"), Option("bias"), Option("eps"))
 ADD_RMS_NORM = Call("rms_norm", STREAM, Option("weight"), Option("eps"))
 
