@@ -189,3 +189,55 @@ def test_a_subclass_keeps_its_type_and_its_calls():
     found = compiled(*inputs)
     assert type(found) is type(expected)
     torch.testing.assert_close(found.as_subclass(Tensor), expected.as_subclass(Tensor), rtol=2e-5, atol=2e-6)
+
+
+def test_a_random_mask_is_drawn_in_each_call():
+    def function(q: Tensor, v: Tensor) -> Tensor:
+        hidden = (torch.rand(8, 8) < 0.5) & ~torch.eye(8, dtype=torch.bool)
+        return (q @ q.transpose(-2, -1)).masked_fill(hidden, -math.inf).softmax(-1) @ v
+
+    compiled, matched = routed(function)
+    inputs = tensors()
+    drawn = []
+    for run in (compiled, compiled, function, function):
+        torch.manual_seed(len(drawn) % 2)
+        drawn.append(run(*inputs))
+    assert matched["attention"] and not torch.equal(drawn[0], drawn[1])
+    for ours, eager in zip(drawn[:2], drawn[2:], strict=True):
+        torch.testing.assert_close(ours, eager, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("training", (False, True))
+def test_dropout_before_a_norm_of_a_sum(training):
+    norm = nn.LayerNorm(8)
+
+    def function(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        summed = v + nn.functional.dropout(torch.ones_like(q), 0.25, training)
+        return norm(summed), summed
+
+    compiled, matched = routed(function)
+    q, v = torch.randn(64, 64, 8), torch.zeros(64, 64, 8)
+    normed, summed = compiled(q, v)
+    assert matched["add_layer_norm"] == 1
+    torch.testing.assert_close(normed, norm(summed), rtol=1e-4, atol=1e-5)
+    share = (summed == 0.0).double().mean().item()
+    assert abs(share - 0.25 * training) < 5.0 * math.sqrt(0.25 * 0.75 / summed.numel())
+
+
+@pytest.mark.parametrize("training", (False, True))
+def test_dropout_of_torchs_multi_head_attention(training):
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attention(x, x, x, need_weights=False)[0]
+
+    model = Model().train(training)
+    compiled, matched = routed(model)
+    x = torch.randn(2, 8, 8, requires_grad=True)
+    found = [compiled(x) for _ in range(2)]
+    assert matched["multi_head_attention"] == 1 and torch.equal(*found) is not training
+    if not training:
+        same(model, compiled, x)

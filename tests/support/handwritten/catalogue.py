@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from tests.support.handwritten import activation_traps, attention_scores, attention_writes, more_traps, norm_traps
+from tests.support.handwritten import (
+    activation_traps,
+    attention_scores,
+    attention_writes,
+    guard_traps,
+    more_traps,
+    norm_traps,
+)
 from tests.support.handwritten.activations import GELU_ERF, GELU_TANH, SWIGLU
 from tests.support.handwritten.attention import ATTENTION
 from tests.support.handwritten.losses import CROSS_ENTROPY, EMBEDDING, LINEAR
 from tests.support.handwritten.norms import LAYER_NORM, RMS_NORM
 from tests.support.handwritten.rotary import ROTARY
 
-REGISTERED_BY = (activation_traps, attention_scores, attention_writes, norm_traps, more_traps)
+REGISTERED_BY = (activation_traps, attention_scores, attention_writes, norm_traps, more_traps, guard_traps)
 """Modules that register traps when they are imported."""
 FAMILIES = [ATTENTION, LAYER_NORM, RMS_NORM, GELU_TANH, GELU_ERF, SWIGLU, ROTARY, CROSS_ENTROPY, EMBEDDING, LINEAR]
 

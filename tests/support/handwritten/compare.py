@@ -56,10 +56,11 @@ SINGLE, AUTOCAST = Mode(torch.float32), Mode(torch.float32, autocast=True)
 
 @dataclass
 class Results:
-    """The outputs of one program and the gradients of its inputs."""
+    """The outputs of one program, the gradients of its inputs, and the inputs, which it may have written to."""
 
     outputs: list[Tensor]
     gradients: dict[str, Tensor | None]
+    inputs: list[Tensor]
 
 
 def routed(function: Callable[..., Any], kernels: str) -> tuple[Callable[..., Any], collections.Counter[str]]:
@@ -101,7 +102,8 @@ def backward(program: Program, inputs: dict[str, Tensor], result: Any) -> Result
             torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.dtype) for output in taken
         ]
         torch.autograd.backward(taken, cotangents)
-    return Results([output.detach() for output in outputs], {name: tensor.grad for name, tensor in inputs.items()})
+    gradients = {name: tensor.grad for name, tensor in inputs.items()}
+    return Results([output.detach() for output in outputs], gradients, [each.detach() for each in inputs.values()])
 
 
 def run_eager(programs: Sequence[Program], mode: Mode) -> list[Results]:
@@ -139,6 +141,8 @@ def check(program: Program, mode: Mode, ours: Results, exact: Results, eager: Re
             continue  # argmax of rounded numbers
         got = got.masked_fill(want.isnan() & (got == 0.0), math.nan)  # queries that see no key
         within(name, mode, got, want, plain, OUTPUT_FACTOR)
+    for given, left in zip(ours.inputs, eager.inputs, strict=True):
+        torch.testing.assert_close(given, left, msg=f"{program.name}: an input is not written to as in eager PyTorch")
     sizes = [gradient.abs().max().item() for gradient in exact.gradients.values() if gradient is not None]
     for key, want_gradient in exact.gradients.items():
         got_gradient, plain_gradient = ours.gradients[key], eager.gradients[key]

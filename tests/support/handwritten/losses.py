@@ -34,6 +34,9 @@ LOGITS: dict[str, Callable[..., Tensor]] = {
     "float": lambda logits, y, head: F.linear(y, head).to(logits.dtype),
     "linear with bias": lambda logits, y, head: F.linear(y, head, head[:, 0]),
     "padded": lambda logits, y, head: F.linear(y, torch.cat((head, head[:3])))[..., :V],
+    "padded, with bias": lambda logits, y, head: F.linear(
+        y, torch.cat((head, head[:3])), torch.arange(V + 3).to(y.dtype)
+    )[..., :V],
     "softcapped": lambda logits, y, head: 5.0 * torch.tanh(F.linear(y, head) / 5.0),
 }
 OBSERVED: dict[str, Callable[..., Any]] = {

@@ -43,15 +43,14 @@ LAYER_NORM_CALL = Call("layer_norm", X, Option("weight"), Option("bias"), Option
 INVERSE_RMS = Call("rsqrt", MEAN_SQUARE + EPS)
 RMS_NORM = maybe(lambda y: y * WEIGHT, X * INVERSE_RMS) | (X * WEIGHT) * INVERSE_RMS
 RMS_NORM_CALL = Call("rms_norm", X, Option("weight"), Option("eps"))
-STANDARD = CENTRED / (Call("std", X, As("correction", Option("correction"))) + EPS)
+STANDARD = CENTRED / (Call("std", X, Option("correction")) + EPS)
 STD_NORM = maybe(
     lambda y: y + BIAS,
     maybe(lambda y: y * WEIGHT, STANDARD) | (CENTRED * WEIGHT) / (Call("std", X, Option("correction")) + EPS),
 )
 
-STREAM = As(
-    "summed", maybe(lambda y: Call("dropout", y, Number("p", symbolic=True)), Input("branch")) + Input("residual")
-)
+DROPPED = Call("dropout", Input("branch"), Number("p", symbolic=True))
+STREAM = As("summed", (DROPPED + Input("residual")) | (Input("branch") + Input("residual")))
 ADD_LAYER_NORM = Call("layer_norm", STREAM, Option("weight"), Option("bias"), Option("eps"))
 ADD_RMS_NORM = Call("rms_norm", STREAM, Option("weight"), Option("eps"))
 
