@@ -178,3 +178,41 @@ def test_dual_numbers_outside_of_torch_func(kernels_alone):
         duals = map(forward_ad.make_dual, inputs, tangents)
         found = forward_ad.unpack_dual(tk.attention(*duals, causal=True, backend="cpu"))
     assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("shape", [(37, 150, (4, 2), 40), (5, 70, (3, 1), 64), (129, 129, (1, 1), 144)], ids=str)
+def test_unwritten_scratch_reaches_no_result(shape, instruction_set, kernels_alone):
+    """Nor is it computed with: no operand is denormal."""
+    inputs, tangents = operands(*shape)
+    found = []
+    for word in (0, 0x00010001, 0x7FFF7FFF):  # zeros, denormals, NaN
+        KERNELS.fill_scratch(word)
+        try:
+            KERNELS.denormal_operand()
+            results = jvp(
+                lambda q, k, v: tk.attention(q, k, v, causal=True, softcap=2.0, backend="cpu"),
+                *map(tuple, (inputs, tangents)),
+            )
+            denormal = KERNELS.denormal_operand()
+        finally:
+            KERNELS.fill_scratch(-1)
+        found.append((*results, torch.tensor(denormal)))
+    for others in found[1:]:
+        assert all(map(torch.equal, others, found[0]))
+
+
+def test_reproducible_results_have_the_same_bits_at_each_level():
+    levels = [level for level in ("avx2", "avx512") if level in KERNELS.instruction_sets]
+    if len(levels) < 2:
+        pytest.skip("needs two levels with a fused multiply-add")
+    before, found = KERNELS.instruction_set(), []
+    inputs, tangents = operands()
+    for level in levels:
+        KERNELS.use(level)
+        cpu.reproduce(True)
+        try:
+            found.append(jvp(lambda *x: tk.attention(*x, causal=True, backend="cpu"), tuple(inputs), tuple(tangents)))
+        finally:
+            cpu.reproduce(False)
+            KERNELS.use(before)
+    assert all(map(torch.equal, *found))

@@ -253,6 +253,19 @@ def test_tangents_are_those_of_kernels(op, device, monkeypatch):
     jvp(function, tuple(inputs), tuple(x.cos() for x in inputs))
 
 
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@OPERATIONS
+def test_tangents_of_another_dtype(op, backend, device):
+    """PyTorch accepts float32 tangents of bfloat16 tensors, and expanded ones."""
+    require(op, backend, device, torch.bfloat16)
+    function, inputs = of_tensors(op, torch.bfloat16, backend=backend)
+    tangents = [torch.tensor([0.5]).expand(x.shape) for x in inputs]
+    found = jvp(function, tuple(inputs), tuple(tangents))[1]
+    expected = jvp(function, tuple(inputs), tuple(x.bfloat16().contiguous() for x in tangents))[1]
+    for got, want in zip(parts(found), parts(expected), strict=True):
+        torch.testing.assert_close(got.to(want.dtype), want, rtol=2e-2, atol=2e-2)
+
+
 @OPERATIONS
 def test_a_tensor_that_is_given_twice_has_two_gradients(op):
     """Its first derivatives under create_graph are those without it."""

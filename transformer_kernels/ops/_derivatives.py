@@ -46,7 +46,8 @@ def split_tangents(values: Sequence[Any]) -> tuple[list[Any], list[Tensor | None
             recorded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in pair)
             if are_batched(pair) or (recorded and not stack):  # dual numbers have gradients with a tangent
                 return None
-            primals[i], tangents[i] = pair
+            primals[i], tangent = pair
+            tangents[i] = tangent if tangent is None else tangent.to(value.dtype)  # which PyTorch does not require
     return primals, tangents
 
 
