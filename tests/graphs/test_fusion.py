@@ -186,6 +186,7 @@ def test_norms_cast_between_products_with_the_same_bits(parts, kind, names, inst
             assert torch.equal(found, wanted)
     if own:  # y.float() and its gradient, and gradients of two tensors that are one without dropout, or the first x
         assert names.count("copy_") == {"pre": 4, "post": 3, "rms": 2}[kind]
+    assert names.count("norm_backward_added") == (kind == "post")  # also where its result has the residual's memory
 
 
 @pytest.mark.parametrize("read", ["operand", "result", "gradient"])

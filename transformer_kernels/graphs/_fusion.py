@@ -85,9 +85,12 @@ class _Calls:
             return False
         if arguments.residual or arguments.dy_is_bfloat16 or not _is_only(total, "dy", arguments):
             return False
-        later = range(widened + 1, users[1] + 1), range(number + 1, users[1] + 1)
-        if self._users(narrow, later[0]) or self._users(residual, later[1]):
+        later = range(number + 1, users[1])
+        if self._users(narrow, range(widened + 1, users[1] + 1)) or self._users(residual, later):
             return False
+        own = {key: 0 for key in ("dx", "dresidual") if getattr(arguments, key) == residual.data_ptr()}
+        if _memory_of((self.calls[users[1]][0], arguments._replace(**own))).has(residual):
+            return False  # of what is written only each element itself may have its address: it is read before
         self._change(users[1], dy=narrow.data_ptr(), dy_is_bfloat16=True, residual=residual.data_ptr())
         self.gone |= {widened, number}
         return True
