@@ -95,6 +95,7 @@ OPTIONS = {
     "dropout": {"dropout_p": 0.3},
     "negative scale": {"scale": -0.3},
     "no key": {"key_padding_mask": torch.tensor([[True], [False]]).expand(2, 150)},
+    "no key, scale 0": {"key_padding_mask": torch.tensor([[True], [False]]).expand(2, 150), "scale": 0.0},
     "everything": {
         "window": (59, 9), "alibi_slopes": torch.linspace(-0.1, 0.4, 4), "attn_bias": normal(1, 4, 37, 150, seed=20),
         "key_padding_mask": torch.arange(150).expand(2, 150) % 7 != torch.tensor([[3], [5]]), "dropout_p": 0.2,
