@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import transformer_kernels as tk
 from tests.support.transformers_models import one_thread  # noqa: F401  # a fixture of every test here
+from transformer_kernels.backends import cpu
 from transformer_kernels.patching._output import OutputLayer
 from transformer_kernels.patching._swap import swap
 
@@ -98,3 +100,31 @@ def test_transforms_and_autocast_go_past_it():
     torch.testing.assert_close(tangent, torch.func.jvp(eager, (x,), (torch.ones_like(x),))[1])
     with torch.autocast("cpu", torch.bfloat16):
         assert ours(x).dtype is torch.bfloat16
+
+
+def test_a_recorded_step_multiplies_the_rows_of_each_batch():
+    """The kernels run inside one call of the recording, on memory of each replay."""
+    weights = []
+    for recorded in (False, True):
+        _, layer = pair()
+        optimizer = torch.optim.SGD(layer.parameters(), 0.1, fused=True)
+
+        def step(x, targets, layer=layer, optimizer=optimizer):
+            loss = torch.nn.functional.cross_entropy(layer(x), targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        run = tk.graphed(step, optimizer, warm_up_calls=1) if recorded else step
+        generator = torch.Generator().manual_seed(3)
+        for kept in (600, 600, 300, 40, 500, 600):
+            targets = torch.randint(50, (600,), generator=generator)
+            targets[kept:] = -100
+            with cpu.recorded(calls := []):
+                run(torch.randn(600, 6, generator=generator), targets)
+            names = [kernel.__name__ for kernel, _ in calls]
+            if kept in (300, 500):  # a replay
+                assert names.count("linear_backward_weight") == 1
+        weights.append(layer.weight.detach())
+    torch.testing.assert_close(*weights)

@@ -202,7 +202,7 @@ class HostGraphs:
     def _run(self, work: Work, recording: Recording) -> Any:
         """Record the work; returns its result."""
         torch.clear_autocast_cache()  # whose casts of weights the recording would lack
-        kernels = nullcontext() if cpu.unavailable(torch.device("cpu")) else cpu.recorded(recording.calls)
+        kernels = _recorded_kernels(recording.calls)
         self._recording = recording
         try:
             with kernels, recording, _Exits(recording):
@@ -342,7 +342,8 @@ class Recording(TorchDispatchMode):
         """Call a function that may read values, and record it as one call."""
         with torch.utils._python_dispatch._disable_current_modes():
             self._finish()
-            self._drawn(lambda: function(*arguments))
+            with _recorded_kernels([]):  # the kernels that it calls are not calls of the recording
+                self._drawn(lambda: function(*arguments))
             self.calls.append((function, self._aliases(arguments)))
         self.fixed.difference_update(map(address, tensors(arguments)))
 
@@ -489,13 +490,12 @@ class Recording(TorchDispatchMode):
             for output, result in zip(outputs, compute(*operation.as_run(backward, arguments)), strict=True):
                 output.copy_(result)
 
-        with cpu.recorded([]):  # the kernels that it calls are not calls of the recording
-            with torch.utils._python_dispatch._disable_current_modes():
-                if operation.as_run(backward, arguments) is arguments:
-                    return None
-            with self:
-                outputs = operation.empty(backward, arguments)
-            self.on_host(run, (arguments, outputs))
+        with torch.utils._python_dispatch._disable_current_modes(), _recorded_kernels([]):
+            if operation.as_run(backward, arguments) is arguments:
+                return None
+        with self:
+            outputs = operation.empty(backward, arguments)
+        self.on_host(run, (arguments, outputs))
         return tuple(output.detach() for output in outputs)  # autograd requires a new tensor for each
 
     def _note(self, function: Any, args: Any, kwargs: Any, written: list[Tensor]) -> None:
@@ -572,6 +572,11 @@ class _Exits(TorchFunctionMode):
         if name in ("lstm", "gru", "rnn_tanh", "rnn_relu") and getattr(given[0], "dtype", None) is not torch.int64:
             return False
         return not self._fixed.issuperset(map(address, tensors(given)))
+
+
+def _recorded_kernels(calls: list[Any]) -> AbstractContextManager[None]:
+    """A context in which the kernels of the CPU that are called are appended to `calls`."""
+    return nullcontext() if cpu.unavailable(torch.device("cpu")) else cpu.recorded(calls)
 
 
 def in_one_piece(function: Callable[..., None], *arguments: Any) -> None:
