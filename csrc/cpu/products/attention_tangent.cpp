@@ -23,11 +23,11 @@ template <int REGISTERS> struct Sums {
 template <int LANE_REGISTERS> struct Tile {
   static constexpr int REGISTERS = LANE_REGISTERS;
   static constexpr int64_t SIZE = Block<REGISTERS>::SIZE;
-  int64_t pitch;                           // floats in a packed row
-  Matrix k, v, dk, dv;                     // all packed keys: the call's rows, or copies
-  float *rows, *q, *dq, *out, *dout;       // of queries: (SIZE, pitch), transposed (pitch, SIZE) twice, (SIZE, pitch)
-  float *weights, *changes, *cap_slopes;   // (CHUNK, SIZE): S^T then P^T, S'^T then (P S')^T, where scores are capped
-  uint16_t* bits;                          // (CHUNK, REGISTERS)
+  int64_t pitch;  // floats in a packed row
+  Matrix k, v, dk, dv;  // all packed keys: the call's rows, or copies
+  float *rows, *q, *dq, *out, *dout;  // of queries: (SIZE, pitch), transposed (pitch, SIZE) twice, (SIZE, pitch)
+  float *weights, *changes, *cap_slopes;  // (CHUNK, SIZE): S^T then P^T, S'^T then (P S')^T, where scores are capped
+  uint16_t* bits;  // (CHUNK, REGISTERS)
 
   explicit Tile(const Options& options) : pitch(options.pitch) {
     const int64_t of_queries = SIZE * pitch, of_scores = (CHUNK + SLACK) * SIZE;
@@ -53,8 +53,7 @@ template <int LANE_REGISTERS> struct Tile {
   void load_queries(const AttentionCall& call, const Options& options, int64_t batch, const Block<REGISTERS>& block) {
     const float sign = options.scale < 0.f ? -1.f : 1.f;
     transpose(rows_of_queries(call, call.q, batch, block, pitch, rows), pitch, SIZE, sign, q, SIZE);
-    if (call.dq.data)
-      transpose(rows_of_queries(call, call.dq, batch, block, pitch, rows), pitch, SIZE, sign, dq, SIZE);
+    if (call.dq.data) transpose(rows_of_queries(call, call.dq, batch, block, pitch, rows), pitch, SIZE, sign, dq, SIZE);
     memset(out, 0, sizeof(float) * 2 * SIZE * pitch);
   }
 
@@ -133,8 +132,8 @@ void attend(const AttentionCall& call, const Options& options, const Span& span,
 }
 
 template <class Tile>
-void finish(const AttentionCall& call, const Options& options, const Span& span,
-            const Block<Tile::REGISTERS>& block, const Tile& tile, const Sums<Tile::REGISTERS>& sums) {
+void finish(const AttentionCall& call, const Options& options, const Span& span, const Block<Tile::REGISTERS>& block,
+            const Tile& tile, const Sums<Tile::REGISTERS>& sums) {
   alignas(64) float inverse[Tile::SIZE], top[Tile::SIZE], log_sum[Tile::SIZE], change[Tile::SIZE];
   const Floats unit = splat(adjusts_scores(call, options) ? 1.f : __builtin_fabsf(options.scale)), none = splat(0.f);
   for (int n = 0; n < block.registers(); ++n) {

@@ -123,9 +123,8 @@ void embedding_backward(const EmbeddingBackward& call) {
           store(came + j, drop(load(dy + i * columns + j, lanes)), lanes);
         });
         Projections means;
-        project<true, 1, 4>(
-            row, [&](int64_t j, auto lanes) TK_LAMBDA { return load(came + j, lanes); }, &m, w, columns, own,
-            own + columns, &means);
+        project<true, 1, 4>(row, [&](int64_t j, auto lanes) TK_LAMBDA { return load(came + j, lanes); }, &m, w, columns,
+                            own, own + columns, &means);
         over_columns(columns, [&](int64_t j, auto lanes, int) TK_LAMBDA {
           store(result + i * columns + j, norm_gradient(load(came + j, lanes), row, m, w, means, j, lanes), lanes);
         });

@@ -67,10 +67,9 @@ TK_INLINE void gradients_of(const Gradients<T, G>& all, int64_t i, float* dweigh
   Moments m[R];
   Projections means[R];
   for (int r = 0; r < R; ++r) m[r] = {CENTRED ? all.mean[i + r] : 0.f, all.rstd[i + r]};
-  project<CENTRED, R, VECTORS>(
-      all.summed + i * columns,
-      [&](int64_t j, auto lanes) TK_LAMBDA { return all.incoming(i * columns + j, lanes); }, m, all.weight, columns,
-      dweight, dbias, means);
+  project<CENTRED, R, VECTORS>(all.summed + i * columns, [&](int64_t j, auto lanes) TK_LAMBDA {
+    return all.incoming(i * columns + j, lanes);
+  }, m, all.weight, columns, dweight, dbias, means);
   for (int r = 0; r < R; ++r) {
     const int64_t first = (i + r) * columns;
     over_dropped_columns(all.dropout, static_cast<uint32_t>(i + r), columns,
