@@ -138,7 +138,7 @@ def _left_if_small(ours: Any, original: Any, mixin: Any) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not (is_grad_enabled() or self.training):
             x = args[0] if args else next(iter(kwargs.values()), None)
-            is_small = isinstance(x, Tensor) and _is_below(below, x) and is_automatic(x, self.backend)
+            is_small = isinstance(x, Tensor) and is_automatic(x, self.backend) and _is_below(below, x)
             if is_small and not (_have_tensors(args, kwargs, tensors) or _draw(self._modules)):
                 return as_before(self, args, kwargs)
         return ours(self, *args, **kwargs)

@@ -47,7 +47,9 @@ def test_a_classifier_of_lower_case_words(imdb_config):
     assert len(recipe.reviews.ids) < len(pairs.reviews.ids)
     Trainer(recipe).fit()
     trained = load_trained(config.out)
-    assert Imdb.classify(trained, ["Wonderful, moving!", "TERRIBLE"]).probabilities.argmax(-1).tolist() == [1, 0]
+    reviews = ["A GREAT film number 7, Wonderful and MOVING", "A dull film number 7, TERRIBLE and boring"]
+    found, lower = (Imdb.classify(trained, texts).probabilities for texts in (reviews, [*map(str.lower, reviews)]))
+    assert torch.equal(found, lower) and found.argmax(-1).tolist() == [1, 0]
 
 
 def read_lines(path, count):
