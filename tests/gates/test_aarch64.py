@@ -1,6 +1,5 @@
 """The CPU kernels compiled for aarch64, with NEON, pass the tests of the backend "cpu" under qemu-user."""
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from tests.support.day import EVERY
 ROOT = Path(__file__).resolve().parents[2]
 REST = (
     "tests/ops/test_every_operation.py",
+    "tests/ops/test_attention_tangent.py::test_absent_tangents",
     "tests/ops/test_embedding.py",
     "tests/ops/test_linear.py",
     "tests/ops/test_rotary.py",
@@ -20,13 +20,9 @@ REST = (
     "tests/test_dropout.py::test_drops_what_the_reference_drops",
     "tests/test_cpu.py::test_vector_functions_keep_their_bounds",
     "tests/graphs/test_fusion.py",
+    "tests/graphs/test_masks.py::test_the_structure_is_used_in_replays",
 )
 """With them every kernel is called."""
-EXCEEDED = (
-    "tests/ops/test_attention.py::test_matches_reference_with_all_masks_together[cpu-float32-(False, True, True, True)]"
-)
-"""The gradient of the bias has one element with 3.315e-6 of a budget of 3.088e-6; of 120 seeds this is the only one."""
-
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(aarch64.missing() != "", reason=aarch64.missing())]
 
 
@@ -56,9 +52,9 @@ def run(driver, tensors, *arguments):
 
 def test_every_kernel_passes_the_tests_of_its_operation(driver, tensors):
     """In float32 with TRANSFORMER_KERNELS_GATES_EVERY, else in every dtype."""
-    chosen = f"{'cpu and float32' if EVERY > 1 else 'cpu'} or drops or vector or fusion"
-    files = REST if EVERY > 1 else ("tests/ops", *REST[-3:])
-    result = run(driver, tensors, *files, "-k", chosen, f"--deselect={EXCEEDED}")
+    chosen = f"{'cpu and float32' if EVERY > 1 else 'cpu'} or absent or structure or drops or vector or fusion"
+    files = REST if EVERY > 1 else ("tests/ops", *REST[-4:])
+    result = run(driver, tensors, *files, "-k", chosen)
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
     executed = result.stdout.split("executed on aarch64: ")[1].splitlines()[0].split()
     wanted = {kernel for kernels in aarch64.KERNELS.values() for kernel in kernels} - aarch64.MEASURING
@@ -70,10 +66,3 @@ def test_runs_end_with_the_weights_of_x86(driver, tensors):
     name = "tests/test_reproducible.py::test_weights_have_the_same_bits_at_each_instruction_set"
     result = run(driver, tensors, name)
     assert result.returncode == 0 and "5 passed" in result.stdout, result.stdout[-6000:] + result.stderr[-2000:]
-
-
-def test_the_known_excess_is_no_larger(driver, tensors):
-    result = run(driver, tensors, EXCEEDED)
-    found = re.search(r"attn_bias: largest error (\S+) exceeds its budget (\S+) ", result.stdout)
-    assert "1 failed" in result.stdout and found, result.stdout[-3000:]
-    assert float(found[1]) <= 1.08 * float(found[2])

@@ -1,9 +1,11 @@
 """The interpreter on a few lines of PTX each: its reports and refusals."""
 
+import numpy as np
 import pytest
 import torch
 
 from tests.support.ptx.launch import Execution, execute
+from tests.support.ptx.memory import DIFFERENT, ONE_ULP, ZEROS, difference
 from tests.support.ptx.syntax import parse
 from tests.support.ptx.types import Fault, Refused
 
@@ -136,3 +138,16 @@ def test_divergent_threads_meet_again():
     )
     lane = torch.arange(64, dtype=torch.int32)
     assert torch.equal(run(f"{body} st.global.b32 [%rd3], %r6;")[0], torch.where(lane < 8, 10 * (1 + lane), 10))
+
+
+@pytest.mark.parametrize(
+    ("stored", "given", "reported"),
+    [
+        ((0.0, 1.0), (-0.0, 1.0), ZEROS),
+        ((0.0, 1.0), (-0.0, np.nextafter(np.float32(1), np.float32(2))), ONE_ULP),
+        ((0.0, 1.0), (-0.0, -1.0), DIFFERENT),
+        ((0.0, 1.0), (1e-45, 1.000001), DIFFERENT),
+    ],
+)
+def test_copies_that_differ(stored, given, reported):
+    assert difference(*(np.array(values, np.float32).view(np.uint32) for values in (stored, given))) == reported

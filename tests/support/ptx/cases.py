@@ -25,7 +25,7 @@ from tests.support.operations import CPU, EXAMPLES
 from tests.support.parity import check_parity
 from tests.support.ptx.launch import Edit, Execution, capability_of, compile_launch, package_launches
 from tests.support.ptx.machine import Machine
-from tests.support.ptx.memory import ONE_ULP, Global
+from tests.support.ptx.memory import ONE_ULP, ZEROS, Global
 from tests.support.ptx.syntax import parse
 from tests.support.ptx.tensor_cores import NO_FENCE
 from tests.support.random_calls import Draw
@@ -33,7 +33,7 @@ from tests.support.random_calls import Draw
 CP_ASYNC_PROXY = NO_FENCE[True]
 """Triton 3.6 emits no fence.proxy.async between the cp.async that fills a tile and the wgmma that reads it."""
 
-KNOWN = {CP_ASYNC_PROXY, ONE_ULP}
+KNOWN = {CP_ASYNC_PROXY, ONE_ULP, ZEROS}
 """Findings that are no faults of a kernel."""
 
 

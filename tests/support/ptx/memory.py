@@ -27,6 +27,15 @@ OVERWRITTEN = "a write to shared memory that a product or a tensor copy under wa
 ONE_ULP = "two lanes of one store write values that differ by one ulp to the same shared bytes"
 """Triton's compiler contracts a square and the first sum of a reduction over lanes into fma(a, a, b * b), which the
 lane of b computes as fma(b, b, a * a): copies of a sum of squares that several lanes hold may differ by an ulp."""
+ZEROS = "two lanes of one store write zeros of both signs to the same shared bytes"
+"""Equal numbers, whose signs such a contraction may give."""
+
+
+def difference(stored: Array, given: Array) -> str:
+    """What to report of float32 values that lanes wrote to one place, as words, some of which differ."""
+    off = np.abs(stored.astype(np.int64) - given.astype(np.int64))
+    off[((stored | given) & 0x7FFF_FFFF) == 0] = 0
+    return {0: ZEROS, 1: ONE_ULP}.get(int(off.max()), DIFFERENT)
 
 
 @dataclass
@@ -214,8 +223,7 @@ class Shared:
         for i, each in enumerate(values):
             words[index + i] = each
             if self.shadow is not None and (words[index + i] != each).any():
-                off = np.abs(words[index + i].astype(np.int64) - each.astype(np.int64)).max()
-                note("race", ONE_ULP if width == 4 and off == 1 else DIFFERENT)
+                note("race", difference(words[index + i], each) if width == 4 else DIFFERENT)
 
     def fence(self, lanes: Array) -> None:
         """fence.proxy.async: what these lanes wrote is visible to the async proxy."""
