@@ -6,6 +6,7 @@ Every test and every fixture starts from the same random numbers, whatever ran b
 import gc
 import os
 import random
+import sys
 import zlib
 from pathlib import Path
 
@@ -55,6 +56,9 @@ def pytest_fixture_setup(fixturedef):
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_call():
     _seed(0)
+    cpu = sys.modules.get("transformer_kernels.backends.cpu")
+    if cpu is not None and cpu.is_reproducible():  # as a run with --reproducible leaves the process
+        cpu.reproduce(False)
 
 
 @pytest.fixture
