@@ -19,7 +19,7 @@ SOURCES := pyproject.toml setup.py constraints.txt
 
 help:
 	@echo "make demo   train a character GPT beside the reference and compare the backends (two minutes)"
-	@echo "make test   the test suite in a random order (about five minutes on two cores); SEED=N repeats that of a run"
+	@echo "make test   the test suite in a random order (about eight minutes on two cores); SEED=N repeats that of a run"
 	@echo "make gates  the full grids, sanitizers and compilers' reports"
 	@echo "make matrix  tests on several releases of transformers (ROWS=torch, ROWS=triton), in throwaway environments"
 	@echo "make mutants  planted bugs, each of which a test must find (SAMPLE=4 for some)"

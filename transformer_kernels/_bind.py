@@ -31,7 +31,7 @@ class BoundOperations:
 
     def add_dropped(self, x: Tensor, residual: Tensor, p: float) -> Tensor:
         """dropout(x) + residual, as `add_rms_norm` computes it, whose norm is not used."""
-        if p == 0.0 or cpu.is_reproducible():  # where results of earlier versions keep their bits
+        if p == 0.0 or cpu.is_reproducible():  # which draws dropout's masks of its own
             return residual + F.dropout(x, p)
         weight = residual.new_ones(x.shape[-1])
         return ops.add_rms_norm(x, residual, weight, dropout_p=p, backend=self.backend)[1]

@@ -29,8 +29,8 @@ class Call:
     """(call) -> None: checks the values of a traced call, which has none before it runs."""
 
     as_run: ClassVar[Callable[[Any, str | None], Any] | None] = None
-    """(call, backend) -> the call that the values of its masks make of it, or itself. None: values make no difference.
-    A recorded step asks in each replay, other calls when they are prepared."""
+    """(call, backend) -> the call with the structure that the values of its masks have now, or itself. None: the
+    operation has no masks. A recorded step asks in each replay; other calls read masks when they are validated."""
 
     gradient_layout: ClassVar[Callable[[Tensor], Tensor]] = Tensor.contiguous
     """The layout in which kernels read the gradient of the first output."""
@@ -132,9 +132,9 @@ class Kernels:
         return self.forward(call)
 
     def forward_tangent(self, call: Any, tangents: Any) -> tuple[Any, tuple[Tensor, ...]] | None:
-        """All results, and the tangents of the public ones for those of the differentiable fields, which may be None.
+        """The results, and the tangents of the public ones, from those of the differentiable fields (None: zero).
 
-        None: `Call.tangents` computes these from the results of `forward`.
+        None: `Call.tangents` computes the tangents from the results of `forward`.
         """
         return None
 

@@ -425,7 +425,7 @@ class Operation:
         return call, results, self.incoming(results, grads), tuple(wanted), backend
 
     def as_run(self, backward: bool, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments that the values of masks make of an operator's, or the same tuple."""
+        """The arguments of an operator with the structure that the values of masks have now, or the same tuple."""
         *values, backend = arguments
         begin = self.public if backward else 0
         tensors = begin + len(self._kept_call)

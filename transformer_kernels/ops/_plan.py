@@ -36,9 +36,9 @@ _strided, _new = torch.strided, tuple.__new__
 def layout(backend: str | None, values: Sequence[Any], of_primals: bool = False) -> Hashable:
     """The layout of a call with these arguments; None if it is not planned.
 
-    Not planned are calls that a tracer or a transform changes (forward-mode AD: unless `of_primals`, tensors without
-    their tangents), and those with a tensor of a subclass, without strides
-    or with a negative bit, or with an option of another class.
+    Not planned are calls that a tracer or a transform changes, and those with a tensor of a subclass, without strides
+    or with a negative bit, or with an option of another class. `of_primals`: the tensors are without their tangents,
+    so forward-mode AD does not matter.
     """
     if dispatch_modes() or functorch_is_active() or is_jit_tracing():
         return None

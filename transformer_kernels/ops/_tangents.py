@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 def outputs_and_tangents(
     operation: Operation, kernels: Kernels, call: Any, tangents: Parts, public: int
 ) -> tuple[Outputs, Outputs] | None:
-    """The first `public` outputs of a call, whose tensors are without tangents, and those for these; or None."""
+    """The first `public` outputs of a call and their tangents for those of its inputs; None without a kernel for them.
+
+    The tensors of the call are without their tangents.
+    """
     with torch.no_grad():
         found = _computed(kernels, call, tangents)
     if found is None:
@@ -49,8 +52,8 @@ def _computed(kernels: Kernels, call: Any, tangents: Parts) -> tuple[Any, Output
 
 
 class _Recorded(torch.autograd.Function):
-    """Outputs and tangents that were computed. Gradients of outputs alone are the backend's: those of targets that are
-    tangents are not asked for."""
+    """Outputs and tangents, computed before. Where only outputs have gradients, as beside a tangent that is a detached
+    target, backward is the backend's."""
 
     @staticmethod
     def forward(

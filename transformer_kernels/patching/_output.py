@@ -87,20 +87,22 @@ def _write_gradients(
     dbias: Tensor | None,
 ) -> None:
     """From the rows (N, E) with a gradient (N, V) to dx (N, E), dweight (V, E) and dbias (V)."""
-    kept, product = _with_gradient(grads) if grads.numel() else torch.empty(0), dx
-    some = grads.numel() > 0 and len(kept) <= FEW * len(rows)
-    if some:
+    kept = _with_gradient(grads) if grads.numel() else None
+    if kept is not None and len(kept) > FEW * len(rows):
+        kept = None
+    dx_kept = dx
+    if kept is not None:
         rows, grads = rows[kept], grads.index_select(0, kept)
-        product = None if dx is None else torch.empty_like(rows)
+        dx_kept = None if dx is None else torch.empty_like(rows)
     if ours and linear_cpu.multiplies(rows, weight, recorded=True):
         call = LinearCall(rows, weight, None, None)
-        linear_cpu.Products(call).write_gradients(call, grads.contiguous(), product, dweight)
+        linear_cpu.Products(call).write_gradients(call, grads.contiguous(), dx_kept, dweight)
     else:
-        if product is not None:
-            torch.mm(grads, weight, out=product)
+        if dx_kept is not None:
+            torch.mm(grads, weight, out=dx_kept)
         if dweight is not None:
             torch.mm(grads.t(), rows, out=dweight)
     if dbias is not None:
         torch.sum(grads, 0, out=dbias)
-    if some and dx is not None and product is not None:
-        dx.zero_().index_copy_(0, kept, product)
+    if kept is not None and dx is not None and dx_kept is not None:
+        dx.zero_().index_copy_(0, kept, dx_kept)

@@ -18,8 +18,6 @@ from transformer_kernels.ops._crossovers import is_automatic, prefers_torch
 from transformer_kernels.ops._foreign import UNPATCH, are_plain
 from transformer_kernels.patching._guard import guarded
 
-NO_LIMIT = 1 << 30
-
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -132,7 +130,7 @@ def _left_if_small(ours: Any, original: Any, mixin: Any) -> Any:
 
     Not where a dropout draws random numbers: activation checkpointing repeats such a call with gradients.
     """
-    below, tensors = mixin.small_below, getattr(mixin, "small_tensors", NO_LIMIT)
+    below, tensors = mixin.small_below, getattr(mixin, "small_tensors", None)
     as_before = getattr(mixin, "as_before", lambda self, args, kwargs: original(self, *args, **kwargs))
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -146,9 +144,9 @@ def _left_if_small(ours: Any, original: Any, mixin: Any) -> Any:
     return forward
 
 
-def _have_tensors(args: tuple[Any, ...], kwargs: dict[str, Any], most: int) -> bool:
-    """Whether there are more tensors than the first `most` positional arguments."""
-    if most == NO_LIMIT:
+def _have_tensors(args: tuple[Any, ...], kwargs: dict[str, Any], most: int | None) -> bool:
+    """Whether there are more tensors than the first `most` positional arguments; None: any number is allowed."""
+    if most is None:
         return False
     for value in (*args[most:], *kwargs.values()):  # noqa: SIM110
         if isinstance(value, Tensor):

@@ -1,6 +1,6 @@
 // out and lse of attention and their tangents dout and dlse, for those of q, k and v (dq, dk and dv of the call): the
-// forward pass, in which each score s has a tangent s' = scale (k q' + k' q). Of weights w = exp(s), lse' = sum(w s') / sum(w) and
-// out' = (sum(w s' v) + sum(w v')) / sum(w) - lse' out.
+// forward pass, in which each score s has a tangent s' = scale (k q' + k' q). Of weights w = exp(s),
+// lse' = sum(w s') / sum(w) and out' = (sum(w s' v) + sum(w v')) / sum(w) - lse' out.
 #include "attention.h"
 
 namespace transformer_kernels::TK_LEVEL {

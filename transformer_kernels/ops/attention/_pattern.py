@@ -85,7 +85,7 @@ class Known(NamedTuple):
     is_exact: bool
     """Whether `attention` gives the result of the written steps."""
     empty: Tensor | None = None
-    """Queries (..., Lq, 1) that see no key, where values are not read: `bias` shows them all keys."""
+    """Queries (..., Lq, 1) without a visible key, where values are not read; with `bias` they see all keys."""
 
 
 class Masks(NamedTuple):
