@@ -55,6 +55,8 @@ MATRIX_INSTRUCTIONS = ("HMMA", "HGMMA", "UTCHMMA")
 WIDE_LOADS = r"(LDG\.[\w.]*128|LDGSTS\.[\w.]*128|UTMALDG)"
 WIDE_STORES = r"(STG\.[\w.]*128|UTMASTG)"
 ANY_LOAD = r"(LDG\b|LDGSTS\b|UTMALDG)"
+OPERAND = r"tensor<(\d+)x(\d+)x\w+, #ttg\.dot_op<\{opIdx = (\d), parent = #\w+, kWidth = (\d+)\}>>"
+"""An operand of a product in registers: sizes, 0 for the left and 1 for the right one, and the width."""
 
 
 @dataclass(frozen=True)
@@ -102,10 +104,10 @@ def calls_of(operation: str) -> Any:
     return row_calls
 
 
-def compile_launch(launch: Launch) -> tuple[bytes, int, str]:
-    """Compile ahead of time; return the cubin, the bytes of shared memory per block, and the PTX."""
+def compile_launch(launch: Launch) -> tuple[bytes, int, dict[str, Any]]:
+    """Compile ahead of time; return the cubin, the bytes of shared memory per block, and the stages by name."""
     kernel = load().compile(launch.source, target=launch.target, options=dict(launch.options))
-    return kernel.asm["cubin"], kernel.metadata.shared, kernel.asm["ptx"]
+    return kernel.asm["cubin"], kernel.metadata.shared, kernel.asm
 
 
 def disassemble(cubin: bytes) -> tuple[dict[str, int], Code]:
@@ -133,9 +135,24 @@ def serialised(ptx: str) -> tuple[str, ...]:
     return tuple(sorted({f"wgmma is serialised ({code})" for code in re.findall(r"\((C75\d\d)\)", finished.stderr)}))
 
 
+def too_wide(ttgir: str) -> tuple[str, ...]:
+    """Operands of products in registers whose layout spans more than twice the summed axis of the tile.
+
+    A thread holds `kWidth` adjacent elements, and four threads a row, twice. Triton derives the width from what is
+    before an operand (see `weight_operand` of the Triton kernels). Executed, products over half of what the layout
+    spans are right, and those over a quarter are wrong.
+    """
+    found = set()
+    for rows, columns, index, width in re.findall(OPERAND, ttgir):
+        summed = int(rows if index == "1" else columns)
+        if summed < 4 * int(width):
+            found.add(f"an operand with kWidth {width} of a product over {summed}")
+    return tuple(sorted(found))
+
+
 def examine(launch: Launch, gates: Iterable[str]) -> KernelReport:
     """Compile one launch, parse its machine code and check its gates."""
-    cubin, shared, ptx = compile_launch(launch)
+    cubin, shared, stages = compile_launch(launch)
     usage, code = disassemble(cubin)
     flow, counts = Flow(code), Counter(name_of(text) for _, text in code)
     num_warps = launch.options["num_warps"]
@@ -162,7 +179,8 @@ def examine(launch: Launch, gates: Iterable[str]) -> KernelReport:
         loops=tuple(loops_of(flow, launch.capability, num_warps)),
         failures=(),
     )
-    return dataclasses.replace(report, failures=failures(report, gates) + serialised(ptx))
+    found = failures(report, gates) + serialised(stages["ptx"]) + too_wide(stages["ttgir"])
+    return dataclasses.replace(report, failures=found)
 
 
 def failures(report: KernelReport, gates: Iterable[str]) -> tuple[str, ...]:

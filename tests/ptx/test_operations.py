@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tests.support.ptx.cases import CP_ASYNC_PROXY, any_length, example
+from tests.support.arguments import normal
+from tests.support.ptx.cases import CP_ASYNC_PROXY, any_length, example, parity
 from tests.support.ptx.worker import in_worker
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -46,3 +47,22 @@ def test_attention_of_any_length_matches_reference(dtype, target):
         assert outcome.findings.keys() == {CP_ASYNC_PROXY}, outcome.lines[:20]
     else:
         assert_clean(outcome)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "width", "dtype"),
+    [(40, 40, 16, torch.float16), (40, 40, 64, torch.bfloat16), (150, 150, 64, torch.float16)],
+    ids=str,
+)
+def test_padding_with_dropout_matches_reference(queries, keys, width, dtype):
+    """A mask of bytes and one of joined halves: by both Triton once sized the operands of a product beyond their tile.
+
+    The kernels for any length and for few keys, in steps of 16 keys, the smallest."""
+    shapes = {"q": queries, "k": keys, "v": keys}
+    tensors = {
+        name: normal(1, 1, length, width, dtype=dtype, device="cpu", seed=i)
+        for i, (name, length) in enumerate(shapes.items())
+    }
+    tensors["key_padding_mask"] = torch.arange(keys)[None] % 7 != 1
+    outcome = in_worker(parity, "attention", "sm_80", tensors, {"causal": True, "dropout_p": 0.25})
+    assert_clean(outcome)

@@ -70,11 +70,12 @@ def rotated(a, b, cos, sin):
 
 @triton.jit
 def settled(x):
-    """16-bit `x`, computed in its load layout; an operand would otherwise be computed in the layout of the product,
-    redundantly in several warps."""
-    if INTERPRET or x.dtype.primitive_bitwidth != 16:
+    """`x` of 16 or 32 bits, computed in the layout that it has; an operand of a product would otherwise be computed in
+    the layout of the product, redundantly in several warps."""
+    if INTERPRET:
         return x
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    PACK: tl.constexpr = 32 // x.dtype.primitive_bitwidth
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=PACK)
 
 
 @triton.jit

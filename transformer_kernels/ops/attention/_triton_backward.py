@@ -27,6 +27,7 @@ from transformer_kernels.ops.attention._triton_scores import (
     score_unit,
     stage_numbers,
     tile_scores,
+    weight_operand,
     weights_of,
 )
 from transformer_kernels.ops.attention._triton_tile import accumulate, head_rows, load_rows, multiply, output_rows
@@ -85,7 +86,7 @@ def query_gradient_block(
     dweights = multiply(queries.dout, tl.trans(dot_operand(v_tile, v_tile.dtype)), OPTIONS)  # [M, N]
     dweights = dropped_gradient(stage, dweights, kept_weights(stage, start, rows, BLOCK_N))
     dproducts = product_gradient(weights * (dweights - queries.delta[:, None]), slope, visible, MASKED, OPTIONS)
-    return accumulate(dot_operand(dproducts, k_tile.dtype), operand_k, dq, OPTIONS)  # [M, D]
+    return accumulate(weight_operand(stage, dproducts, MASKED, k_tile.dtype), operand_k, dq, OPTIONS)  # [M, D]
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)

@@ -31,6 +31,7 @@ from transformer_kernels.ops.attention._triton_scores import (
     score_unit,
     stage_numbers,
     tile_scores,
+    weight_operand,
     weights_of,
 )
 from transformer_kernels.ops.attention._triton_tile import (
@@ -123,7 +124,8 @@ def key_gradient_block(
     kept = tl.trans(kept_weights(stage, keys.first_key, tl.trans(rows), keys.k.shape[0]))
     dk, dv = gradient.dk, gradient.dv
     if not SCORES_ONLY:
-        dv = accumulate(dot_operand(dropped(stage, weights, kept), DTYPE), queries.dout, dv, OPTIONS)  # [N, D]
+        operand = weight_operand(stage, dropped(stage, weights, kept), PADDED, DTYPE)
+        dv = accumulate(operand, queries.dout, dv, OPTIONS)  # [N, D]
     dweights = multiply(keys.v, tl.trans(queries.dout), OPTIONS)  # [N, M]
     dweights = dropped_gradient(stage, dweights, kept)
     if WHOLE_ROWS:
@@ -134,7 +136,7 @@ def key_gradient_block(
     HIDE: tl.constexpr = MASKED and not WHOLE_ROWS and SCREENED  # v or delta may be NaN where the weight is 0
     dproducts = product_gradient(weights * (dweights - delta[None, :]), slope, visible, HIDE, OPTIONS)
     if not SCORES_ONLY:
-        dk = accumulate(dot_operand(dproducts, DTYPE), queries.q, dk, OPTIONS)
+        dk = accumulate(weight_operand(stage, dproducts, PADDED, DTYPE), queries.q, dk, OPTIONS)
     return KeyGradient(dk, dv), dproducts, delta
 
 

@@ -23,6 +23,7 @@ from transformer_kernels.ops.attention._triton_scores import (
     remaining_scale,
     stage_numbers,
     tile_scores,
+    weight_operand,
 )
 from transformer_kernels.ops.attention._triton_tile import accumulate, head_rows, load_rows, multiply, wide
 
@@ -84,7 +85,7 @@ def attention_decode_kernel(
         scores = tl.where(visible, scores, float("-inf"))
         weights, softmax = weigh(scores, remaining_scale(scale, OPTIONS), softmax, True, NATURAL)
         weights = dropped(stage, weights, kept_weights(stage, first_key, rows, BLOCK_N))
-        weights, v = dot_operand(weights, v.dtype), dot_operand(v, v.dtype)
+        weights, v = weight_operand(stage, weights, True, v.dtype), dot_operand(v, v.dtype)
         softmax = Softmax(accumulate(weights, v, softmax.total, OPTIONS), softmax.row_max, softmax.row_sum)
 
     first_row = (tl.cast(batch, tl.int64) * query_heads + key_head * OPTIONS.GROUP) * query_length

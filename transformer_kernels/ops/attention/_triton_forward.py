@@ -29,6 +29,7 @@ from transformer_kernels.ops.attention._triton_scores import (
     score_unit,
     stage_numbers,
     tile_scores,
+    weight_operand,
 )
 from transformer_kernels.ops.attention._triton_tile import (
     accumulate,
@@ -116,7 +117,7 @@ def attend_block(
     SAFE: tl.constexpr = MASKED or OPTIONS.SCORES.HIDES
     weights, softmax = weigh(scores, remaining_scale(scale, OPTIONS), softmax, SAFE, NATURAL)
     weights = dropped(stage, weights, kept_weights(stage, start, rows, BLOCK_N))
-    weights, v_tile = dot_operand(weights, v_tile.dtype), dot_operand(v_tile, v_tile.dtype)
+    weights, v_tile = weight_operand(stage, weights, MASKED, v_tile.dtype), dot_operand(v_tile, v_tile.dtype)
     return Softmax(accumulate(weights, v_tile, softmax.total, OPTIONS), softmax.row_max, softmax.row_sum)
 
 

@@ -86,7 +86,9 @@ def load_rotated(source, angles, start, ROWS: tl.constexpr, BOUNDED: tl.constexp
         first, second = rotated(to_fp32(first), to_fp32(second), cos, sin)
         element = source.pointer.dtype.element_ty
         tile = tl.join(from_fp32(first, element), from_fp32(second, element))  # [ROWS, BLOCK_D / 2, 2]
-        tile = settled(tl.reshape(tile, (ROWS, OPTIONS.BLOCK_D)))
+        tile = tl.reshape(tile, (ROWS, OPTIONS.BLOCK_D))
+        if not OPTIONS.NATURAL:
+            tile = settled(tile)
     return tile
 
 

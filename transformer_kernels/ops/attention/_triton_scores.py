@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from transformer_kernels.backends.triton_language import LOG2_E, keep_by_column, tanh, to_fp32
+from transformer_kernels.backends.triton_language import LOG2_E, dot_operand, keep_by_column, settled, tanh, to_fp32
 from transformer_kernels.ops.attention._triton_tile import head_offset, row_offsets, wide
 
 SCORE_FLOOR = tl.constexpr(-3.4028234e38)
@@ -246,6 +246,19 @@ def dropped(stage, weights, kept):
     """Weights, 0 where not kept."""
     if stage.inputs.seed is not None:
         weights = tl.where(kept, weights, 0.0)
+    return weights
+
+
+@triton.jit
+def weight_operand(stage, weights, PADDED: tl.constexpr, dtype: tl.constexpr):
+    """Weights, or the gradient of products, as an operand of the next product. Not PADDED: no padding mask is in them.
+
+    Triton sizes the registers of an operand by the narrowest load in the elementwise operations before it, 8 bits of a
+    padding mask, and halves that for each join, as in a dropout mask. For a tile of 16 keys those of both are four
+    times too large, and the product is wrong (Triton 3.6); `settled` ends the chain."""
+    weights = dot_operand(weights, dtype)
+    if PADDED and stage.inputs.padding is not None and stage.inputs.seed is not None:
+        weights = settled(weights)
     return weights
 
 

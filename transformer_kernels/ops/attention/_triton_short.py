@@ -24,6 +24,7 @@ from transformer_kernels.ops.attention._triton_scores import (
     score_unit,
     stage_numbers,
     tile_scores,
+    weight_operand,
 )
 from transformer_kernels.ops.attention._triton_tile import head_rows, load_rows, multiply, output_rows, store_rows
 
@@ -76,7 +77,7 @@ def attention_short_forward_kernel(
     weights = exponential(scores - tl.where(row_max == float("-inf"), 0.0, row_max)[:, None], NATURAL)
     row_sum = tl.sum(weights, 1)
     weights = dropped(stage, weights, kept_weights(stage, 0, first_row + tile_rows, BLOCK_N))
-    total = multiply(dot_operand(weights, v.dtype), dot_operand(v, v.dtype), OPTIONS)  # [M, D]
+    total = multiply(weight_operand(stage, weights, True, v.dtype), dot_operand(v, v.dtype), OPTIONS)  # [M, D]
     out, lse, row_max, log_sum = finish_rows(Softmax(total, row_max, row_sum), dropout_scale(stage), NATURAL)
     store_rows(output_rows(out_pointer, batch, head, query_heads, query_length, OPTIONS), out, first_row, OPTIONS)
     rows = first_row + tl.arange(0, BLOCK_M)
@@ -140,7 +141,7 @@ def attention_short_backward_kernel(
         )
         if backward.delta is not None:
             tl.store(backward.delta + row_offset + rows, delta, mask=rows < query_length)
-        dq = multiply(tl.trans(dot_operand(dproducts, q.dtype)), keys.k, OPTIONS) * scale  # [M, D]
+        dq = multiply(tl.trans(weight_operand(stage, dproducts, True, q.dtype)), keys.k, OPTIONS) * scale  # [M, D]
         target = head_rows(backward.dq, batch, head, dq_batch, dq_head, dq_row, query_length, OPTIONS)
         store_unrotated(target, dq, angles, first_row, OPTIONS)
     dk, dv = gradient.dk * scale, gradient.dv * dropout_scale(keys_stage)
