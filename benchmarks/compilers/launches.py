@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 from benchmarks.compilers.machine_code import DEVICES
+from transformer_kernels.backends import dispatch
 from transformer_kernels.backends import triton as _triton
 from transformer_kernels.backends.triton import Capability
 
@@ -110,7 +111,11 @@ def _standing_in(triton: Any, capability: Capability) -> Iterator[None]:
     }
     drivers = triton.runtime.driver
     active = "_active" if hasattr(drivers, "_active") else "active"  # the latter in Triton 3.4
-    with mock.patch.multiple(_triton, **patched), mock.patch.object(drivers, active, _Driver(capability)):
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.multiple(_triton, **patched))
+        stack.enter_context(mock.patch.object(drivers, active, _Driver(capability)))
+        for operation in dispatch.OPERATIONS.values():  # whose plans keep the launches of a layout
+            stack.enter_context(mock.patch.object(operation, "plans", {}))
         yield
 
 

@@ -17,7 +17,7 @@ backend = backend_fixture("triton")
 @pytest.mark.parametrize("op", ["add_layer_norm", "add_rms_norm"])
 def test_two_passes_match_the_reference(
     op, backend, dtype, device, width, dropout_p,
-    monkeypatch
+    monkeypatch, unplanned
 ):  # fmt: skip
     from transformer_kernels.ops.norm import _triton as norm
 

@@ -16,7 +16,7 @@ backend = backend_fixture("triton")
 
 
 @pytest.fixture
-def _walked(backend, monkeypatch):
+def _walked(backend, monkeypatch, unplanned):
     """Rows of more than 64 columns are processed in blocks of 64."""
     from transformer_kernels.ops.loss import _triton as cross_entropy
 
@@ -79,7 +79,7 @@ def test_the_sum_of_losses(backend, device, rows, limit, monkeypatch):
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
-def test_the_table_of_every_capability(backend, device, capability, monkeypatch):
+def test_the_table_of_every_capability(backend, device, capability, monkeypatch, unplanned):
     monkeypatch.setattr("transformer_kernels.backends.triton.INTERPRETED_CAPABILITY", capability)
     for classes in (2, 300, 2500):
         check_parity(OP, backend, make(torch.float16, device, 5, classes))

@@ -14,7 +14,7 @@ backend = backend_fixture("triton")
 
 
 @pytest.fixture
-def _walked(backend, monkeypatch):
+def _walked(backend, monkeypatch, unplanned):
     """Rows of more than 64 columns are processed in blocks of 64, and their columns summed in blocks of 32."""
     from transformer_kernels.ops.norm import _triton as norm
 

@@ -13,7 +13,7 @@ backend = backend_fixture("triton")
 
 
 @pytest.fixture
-def _walked(backend, monkeypatch):
+def _walked(backend, monkeypatch, unplanned):
     """Rows of more than 64 columns are processed in blocks of 64."""
     from transformer_kernels.ops.softmax import _triton as softmax
 
@@ -55,7 +55,7 @@ def test_two_passes_hide_what_is_masked(backend, device):
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
-def test_the_table_of_every_capability(backend, device, capability, monkeypatch):
+def test_the_table_of_every_capability(backend, device, capability, monkeypatch, unplanned):
     monkeypatch.setattr("transformer_kernels.backends.triton.INTERPRETED_CAPABILITY", capability)
     for width in (20, 300, 2500):
         check_parity(OP, backend, {"x": normal(5, width, dtype=torch.float16, device=device)})

@@ -35,16 +35,21 @@ def sum_partials_kernel(partials, first, second, P, N, ROWS: tl.constexpr, BLOCK
         tl.store(second + columns, from_fp32(result, second.dtype.element_ty), mask=columns < N)
 
 
-def sum_partials(partials: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Sum fp32 partials (1 or 2, P, N) over P: one or two (N,) tensors in `dtype`."""
-    count, P, N = partials.shape
-    sums = [torch.empty(N, dtype=dtype, device=partials.device) for _ in range(count)]
-    _launch(count, P, N)(partials, sums[0], sums[-1])
-    return sums
+class Partials:
+    """Partial sums of P programs, fp32 (1 or 2, P, N), and the launch that adds them up: one or two sums (N,)."""
 
+    def __init__(self, count: int, P: int, N: int) -> None:
+        tile = NARROW_TILE if N <= WIDE else WIDE_TILE
+        self.shape = count, P, N
+        self._sum = tile.launch(sum_partials_kernel, (_triton.ceil_div(N, tile.columns), count), (P, N), ())
 
-@_triton.planned
-def _launch(count: int, P: int, N: int) -> _triton.Launch:
-    tile = NARROW_TILE if N <= WIDE else WIDE_TILE
-    grid = (_triton.ceil_div(N, tile.columns), count)
-    return _triton.Launch(sum_partials_kernel, grid, (P, N), (tile.rows, tile.columns), tile.num_warps)
+    def empty(self, device: torch.device) -> Tensor:
+        """Uninitialised memory for the partial sums."""
+        return torch.empty(self.shape, dtype=torch.float32, device=device)
+
+    def sum(self, partials: Tensor, dtype: torch.dtype) -> list[Tensor]:
+        """The sums in `dtype`."""
+        count, _, N = self.shape
+        sums = [torch.empty(N, dtype=dtype, device=partials.device) for _ in range(count)]
+        self._sum(partials, sums[0], sums[-1])
+        return sums

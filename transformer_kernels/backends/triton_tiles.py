@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from transformer_kernels.backends import triton as _triton
-from transformer_kernels.backends.triton import Capability, next_power_of_2
+from transformer_kernels.backends.triton import Capability, Launch, ceil_div, next_power_of_2
 
 ELEMENTS = 2048
 """Elements of a tile on four warps."""
@@ -34,6 +36,35 @@ class RowTile:
     num_warps: int
     num_stages: int = 1
     programs: int = 1
+
+    def grid(self, rows: int, columns: int) -> tuple[int, int]:
+        """The number of tiles that cover so many rows and columns."""
+        return ceil_div(rows, self.rows), ceil_div(columns, self.columns)
+
+    def shares(self, rows: int, device: torch.device, blocks: int = 1) -> int:
+        """The number of persistent programs that share the rows, of each of so many blocks of columns."""
+        programs = ceil_div(self.programs * _triton.multiprocessors(device), blocks)
+        return min(ceil_div(rows, self.rows), programs)
+
+    def launch(
+        self, kernel: Any, grid: tuple[int, ...], numbers: tuple[float | None, ...], constants: tuple[Any, ...]
+    ) -> Launch:
+        """A launch whose last constants are the rows and columns of the tile."""
+        return Launch(kernel, grid, numbers, (*constants, self.rows, self.columns), self.num_warps, self.num_stages)
+
+    def launch_rows(
+        self,
+        kernels: tuple[Any, Any],
+        numbers: tuple[float | None, ...],
+        constants: tuple[Any, ...],
+        whole: tuple[Any, ...] = (),
+    ) -> Launch:
+        """A launch over M rows of N columns, the first two numbers, by the kernel whose tiles hold whole rows, or, if
+        a tile is narrower, by the second one, whose programs loop over a row. `whole`: constants of the first alone."""
+        M, N = int(numbers[0] or 0), int(numbers[1] or 0)
+        if self.columns < N:
+            return Launch(kernels[1], (M,), numbers, (*constants, self.columns), self.num_warps)
+        return self.launch(kernels[0], (ceil_div(M, self.rows),), numbers, (*constants, *whole))
 
 
 Rule = Callable[[int, int, int], RowTile]

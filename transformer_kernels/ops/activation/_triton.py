@@ -3,6 +3,7 @@
 x + bias is not rounded; dbias sums unrounded dx without atomics.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from torch import Tensor
 
 from transformer_kernels.backends import triton as _triton
 from transformer_kernels.backends.triton_language import from_fp32, gelu_slope, gelu_value, to_fp32
-from transformer_kernels.backends.triton_reduce import sum_partials
-from transformer_kernels.backends.triton_tiles import RowTile, Tiles, column_blocks, flat, persistent_blocks
+from transformer_kernels.backends.triton_reduce import Partials
+from transformer_kernels.backends.triton_tiles import Tiles, column_blocks, flat, persistent_blocks
 from transformer_kernels.ops import _kernels
 from transformer_kernels.ops._kernels import Grads, Wanted
 from transformer_kernels.ops.activation import ActivationCall
@@ -178,18 +179,41 @@ Gradients = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 class Kernels(_kernels.Kernels):
-    """Activations by Triton."""
+    """Activations by Triton for calls of one layout."""
+
+    def __init__(self, call: ActivationCall) -> None:
+        x, kind = call.x, call.kind
+        if call.gated:
+            y = call.fake()
+            tile, M, N = GATED.of_rows(y)
+            constants = (kind, _triton.vector_width(x.element_size(), N))
+            kernels = gated_forward_kernel, gated_backward_kernel
+            self._forward, self._backward = (
+                tile.launch(kernel, tile.grid(M, N), (M, N), constants) for kernel in kernels
+            )
+        elif call.bias is None:
+            self._forward = _flat(gelu_forward_kernel, GELU_FORWARD, call)
+            self._backward = _flat(gelu_backward_kernel, GELU_BACKWARD, call)
+        else:
+            relu = kind == "relu"
+            tile, M, N = (BIAS_RELU_FORWARD if relu else BIAS_GELU_FORWARD).of_rows(x)
+            vector, tiles = _triton.vector_width(x.element_size(), N), math.prod(tile.grid(M, N))
+            self._forward = tile.launch(bias_activation_forward_kernel, (tiles,), (M, N), (kind, vector))
+            tile = (BIAS_RELU_BACKWARD if relu else BIAS_GELU_BACKWARD).of_rows(x)[0]
+            blocks = _triton.ceil_div(N, tile.columns)
+            shares, kernel = tile.shares(M, x.device, blocks), bias_activation_backward_kernel
+            self._backward = tile.launch(kernel, (blocks, shares), (M, N), (kind, vector, tile.num_stages))
+            self._partials = Partials(1, shares, N)
 
     def forward(self, call: ActivationCall) -> Tensor:
         """f(x + bias), or f(gate) * up."""
         y = call.fake()
         if call.gated:
-            _gated_launch(gated_forward_kernel, *GATED.of_rows(y), y.element_size(), call.kind)(call.x, call.up, y)
+            self._forward(call.x, call.up, y)
         elif call.bias is None:
-            _flat_launch(gelu_forward_kernel, GELU_FORWARD, call)(call.x, y)
+            self._forward(call.x, y)
         else:
-            tiles = BIAS_RELU_FORWARD if call.kind == "relu" else BIAS_GELU_FORWARD
-            _forward_launch(*tiles.of_rows(y), y.element_size(), call.kind)(call.x, call.bias, y)
+            self._forward(call.x, call.bias, y)
         return y
 
     def backward(self, call: ActivationCall, result: Tensor | None, grads: Grads, wanted: Wanted) -> Gradients:
@@ -197,58 +221,19 @@ class Kernels(_kernels.Kernels):
         (dy,), saved = grads, call.x if result is None else result
         dx, dup = torch.empty_like(saved), None if call.up is None else torch.empty_like(call.up)
         if call.gated:
-            launch = _gated_launch(gated_backward_kernel, *GATED.of_rows(dy), dy.element_size(), call.kind)
-            launch(dy, saved, call.up, dx, dup)
+            self._backward(dy, saved, call.up, dx, dup)
             return dx, None, dup
         if call.bias is None:
-            _flat_launch(gelu_backward_kernel, GELU_BACKWARD, call)(dy, saved, dx)
+            self._backward(dy, saved, dx)
             return dx, None, None
-        tiles, bias = (BIAS_GELU_BACKWARD, call.bias) if result is None else (BIAS_RELU_BACKWARD, None)
-        tile, M, N = tiles.of_rows(saved)
-        programs = tile.programs * _triton.multiprocessors(saved.device)
-        shares, launch = _backward_launch(tile, M, N, saved.element_size(), call.kind, programs)
-        partials = torch.empty((1, shares, N), dtype=torch.float32, device=saved.device)
-        launch(dy, saved, bias, dx, partials)
-        (dbias,) = sum_partials(partials, call.bias.dtype)
-        return dx, dbias, None
+        partials = self._partials.empty(saved.device)
+        self._backward(dy, saved, call.bias if result is None else None, dx, partials)
+        return dx, self._partials.sum(partials, call.bias.dtype)[0], None
 
 
-def _flat_launch(kernel: Any, tiles: Tiles, call: ActivationCall) -> _triton.Launch:
+def _flat(kernel: Any, tiles: Tiles, call: ActivationCall) -> _triton.Launch:
+    """A launch over the elements of x."""
     x = call.x
-    tile = tiles.find(_triton.capability(x.device), x.element_size(), x.numel())
-    return _planned_flat_launch(kernel, tile, x.numel(), call.kind)
-
-
-@_triton.planned
-def _planned_flat_launch(kernel: Any, tile: RowTile, count: int, kind: str) -> _triton.Launch:
-    grid = (_triton.ceil_div(count, tile.columns),)
-    return _triton.Launch(kernel, grid, (count,), (kind == "gelu_tanh", tile.columns), tile.num_warps)
-
-
-@_triton.planned
-def _forward_launch(tile: RowTile, M: int, N: int, itemsize: int, kind: str) -> _triton.Launch:
-    grid = (_triton.ceil_div(M, tile.rows) * _triton.ceil_div(N, tile.columns),)
-    constants = (kind, _triton.vector_width(itemsize, N), tile.rows, tile.columns)
-    return _triton.Launch(bias_activation_forward_kernel, grid, (M, N), constants, tile.num_warps)
-
-
-@_triton.planned
-def _backward_launch(
-    tile: RowTile, M: int, N: int, itemsize: int, kind: str, programs: int
-) -> tuple[int, _triton.Launch]:
-    """The number of splits of the rows, and the launch."""
-    column_blocks = _triton.ceil_div(N, tile.columns)
-    shares = min(_triton.ceil_div(M, tile.rows), _triton.ceil_div(programs, column_blocks))
-    vector = _triton.vector_width(itemsize, N)
-    constants = (kind, vector, tile.num_stages, tile.rows, tile.columns)
-    grid = (column_blocks, shares)
-    return shares, _triton.Launch(
-        bias_activation_backward_kernel, grid, (M, N), constants, tile.num_warps, tile.num_stages
-    )
-
-
-@_triton.planned
-def _gated_launch(kernel: Any, tile: RowTile, M: int, N: int, itemsize: int, kind: str) -> _triton.Launch:
-    grid = _triton.ceil_div(M, tile.rows), _triton.ceil_div(N, tile.columns)
-    constants = (kind, _triton.vector_width(itemsize, N), tile.rows, tile.columns)
-    return _triton.Launch(kernel, grid, (M, N), constants, tile.num_warps)
+    tile, count = tiles.find(_triton.capability(x.device), x.element_size(), x.numel()), x.numel()
+    constants = (call.kind == "gelu_tanh", tile.columns)
+    return _triton.Launch(kernel, (_triton.ceil_div(count, tile.columns),), (count,), constants, tile.num_warps)

@@ -1,7 +1,5 @@
 """Token embedding, positions, LayerNorm and dropout in Triton: one pass; backward gathers the rows again."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -9,8 +7,8 @@ from torch import Tensor
 
 from transformer_kernels.backends import triton as _triton
 from transformer_kernels.backends.triton_language import from_fp32, to_fp32
-from transformer_kernels.backends.triton_reduce import sum_partials
-from transformer_kernels.backends.triton_tiles import RowTile, Tiles, persistent_rows, whole_rows
+from transformer_kernels.backends.triton_reduce import Partials
+from transformer_kernels.backends.triton_tiles import Tiles, persistent_rows, whole_rows
 from transformer_kernels.ops import _kernels
 from transformer_kernels.ops._kernels import Grads, Wanted
 from transformer_kernels.ops.embedding import EmbeddingCall, EmbeddingResult
@@ -127,7 +125,7 @@ def embedding_dropout_kernel(
 
 
 class Kernels(_kernels.Kernels):
-    """Embedding by Triton."""
+    """Embedding by Triton for calls of one layout."""
 
     @classmethod
     def unsupported(cls, call: EmbeddingCall) -> str | None:
@@ -137,70 +135,43 @@ class Kernels(_kernels.Kernels):
             return None
         return f"rows of {columns} columns with LayerNorm; up to {WIDEST_NORMALISED}, use backend='cuda'"
 
+    def __init__(self, call: EmbeddingCall) -> None:
+        weight, tokens, positions = call.weight, call.tokens, call.positions
+        (V, N), M, itemsize = weight.shape, tokens.numel(), weight.element_size()
+        sizes = (M, N, tokens.shape[1], V, 0 if positions is None else len(positions), call.scale)
+        dropout, vector = dropout_numbers(call.dropout_p), (_triton.vector_width(itemsize, N),)
+        tile, has_bias = FORWARD.of_rows(weight)[0], call.norm_bias is not None
+        grid = tile.grid(M, N)
+        self._forward = tile.launch(embedding_forward_kernel, grid, (*sizes, call.eps, *dropout), vector)
+        self._undropped = tile.launch(embedding_dropout_kernel, grid, (M, N, *dropout), vector)
+        if call.norm_weight is not None:
+            tile = BACKWARD.of_rows(weight)[0]
+            programs, kind = tile.shares(M, weight.device), (has_bias, *vector, tile.num_stages)
+            self._backward = tile.launch(embedding_backward_kernel, (programs,), (*sizes, *dropout), kind)
+            self._partials = Partials(1 + has_bias, programs, N)
+
     def forward(self, call: EmbeddingCall) -> EmbeddingResult:
         """(y, mean, rstd); mean and rstd fp32 (M,), None without LayerNorm."""
-        weight, tokens, positions, position_ids, norm_weight, norm_bias, seed, scale, eps, dropout_p = call
-        tile, _, N = FORWARD.of_rows(weight)
-        y = torch.empty((*tokens.shape, N), dtype=weight.dtype, device=weight.device)
+        weight, tokens, positions, position_ids, norm_weight, norm_bias, seed, *_ = call
+        y = torch.empty((*tokens.shape, weight.shape[1]), dtype=weight.dtype, device=weight.device)
         mean = None if norm_weight is None else torch.empty(tokens.numel(), dtype=torch.float32, device=weight.device)
         rstd = None if mean is None else torch.empty_like(mean)
-        numbers = (*_sizes(weight, tokens, positions), scale, eps, *dropout_numbers(dropout_p))
-        launch = _launch(embedding_forward_kernel, tile, numbers, weight.element_size())
-        launch(weight, tokens, positions, position_ids, norm_weight, norm_bias, seed, y, mean, rstd)
+        self._forward(weight, tokens, positions, position_ids, norm_weight, norm_bias, seed, y, mean, rstd)
         return EmbeddingResult(y, mean, rstd)
 
     def backward(
         self, call: EmbeddingCall, result: EmbeddingResult, grads: Grads, wanted: Wanted
     ) -> tuple[Tensor | None, ...]:
         """dweight, dpositions, dnorm_weight, dnorm_bias."""
-        _, mean, rstd = result
-        (dy,), (weight, tokens, positions, position_ids, norm_weight, norm_bias, seed, scale, _, dropout_p) = (
-            grads,
-            call,
-        )
-        has_bias = norm_bias is not None
-        if norm_weight is None:
-            ds = dy if seed is None else _undropped(dy, seed, dropout_p)
-            return *table_gradients(call, ds, wanted), None, None
-        tile, _, N = BACKWARD.of_rows(weight)
-        programs = min(
-            _triton.ceil_div(tokens.numel(), tile.rows), tile.programs * _triton.multiprocessors(weight.device)
-        )
-        ds = torch.empty_like(dy)
-        partials = torch.empty((1 + has_bias, programs, N), dtype=torch.float32, device=weight.device)
-        numbers = (*_sizes(weight, tokens, positions), scale, *dropout_numbers(dropout_p))
-        launch = _backward_launch(tile, programs, numbers, has_bias, weight.element_size())
-        launch(dy, weight, tokens, positions, position_ids, norm_weight, mean, rstd, seed, ds, partials)
-        sums = sum_partials(partials, norm_weight.dtype)
-        return *table_gradients(call, ds, wanted), sums[0], sums[1] if has_bias else None
-
-
-def _sizes(weight: Tensor, tokens: Tensor, positions: Tensor | None) -> tuple[int, int, int, int, int]:
-    """The kernels' sizes M, N, L, V, P."""
-    return tokens.numel(), weight.shape[1], tokens.shape[1], weight.shape[0], 0 if positions is None else len(positions)
-
-
-@_triton.planned
-def _launch(kernel: Any, tile: RowTile, numbers: tuple[float, ...], itemsize: int) -> _triton.Launch:
-    """A launch over tiles of rows and columns; M and N precede the numbers."""
-    M, N = int(numbers[0]), int(numbers[1])
-    grid = (_triton.ceil_div(M, tile.rows), _triton.ceil_div(N, tile.columns))
-    constants = (_triton.vector_width(itemsize, N), tile.rows, tile.columns)
-    return _triton.Launch(kernel, grid, numbers, constants, tile.num_warps)
-
-
-@_triton.planned
-def _backward_launch(
-    tile: RowTile, programs: int, numbers: tuple[float, ...], has_bias: bool, itemsize: int
-) -> _triton.Launch:
-    vector = _triton.vector_width(itemsize, int(numbers[1]))
-    constants = (has_bias, vector, tile.num_stages, tile.rows, tile.columns)
-    return _triton.Launch(embedding_backward_kernel, (programs,), numbers, constants, tile.num_warps, tile.num_stages)
-
-
-def _undropped(dy: Tensor, seed: Tensor, dropout_p: float) -> Tensor:
-    """The gradient of dropout's input."""
-    tile, M, N = FORWARD.of_rows(dy)
-    ds = torch.empty_like(dy)
-    _launch(embedding_dropout_kernel, tile, (M, N, *dropout_numbers(dropout_p)), dy.element_size())(dy, seed, ds)
-    return ds
+        weight, tokens, positions, position_ids, norm_weight, _, seed, *_ = call
+        (dy,), dnorm_weight, dnorm_bias = grads, None, None
+        ds = dy if norm_weight is None and seed is None else torch.empty_like(dy)
+        if norm_weight is not None:
+            partials = self._partials.empty(weight.device)
+            statistics = result.mean, result.rstd
+            self._backward(dy, weight, tokens, positions, position_ids, norm_weight, *statistics, seed, ds, partials)
+            dnorm_weight, *biases = self._partials.sum(partials, norm_weight.dtype)
+            dnorm_bias = biases[0] if biases else None
+        elif seed is not None:
+            self._undropped(dy, seed, ds)
+        return *table_gradients(call, ds, wanted), dnorm_weight, dnorm_bias

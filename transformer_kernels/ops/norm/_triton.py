@@ -10,7 +10,7 @@ import triton.language as tl
 
 from transformer_kernels.backends import triton as _triton
 from transformer_kernels.backends.triton_language import from_fp32, keep_by_column, round_to, to_fp32
-from transformer_kernels.backends.triton_reduce import sum_partials
+from transformer_kernels.backends.triton_reduce import Partials
 from transformer_kernels.backends.triton_tiles import RowTile, Tiles, persistent_rows, whole_rows
 from transformer_kernels.ops import _kernels
 from transformer_kernels.ops._dropout import keep_scale, keep_threshold
@@ -287,77 +287,61 @@ def layer_norm_backward_columns_kernel(
 
 
 class Kernels(_kernels.Kernels):
-    """Norms by Triton."""
+    """Norms by Triton for calls of one layout."""
+
+    def __init__(self, call: NormCall) -> None:
+        x = call.x
+        tile, self._rows, N = FORWARD.of_rows(x)
+        dropout, vector = dropout_numbers(call.dropout_p), _triton.vector_width(x.element_size(), N)
+        kernels = layer_norm_forward_kernel, layer_norm_forward_two_pass_kernel
+        self._forward = tile.launch_rows(kernels, (self._rows, N, call.eps, *dropout), (vector,))
+        self._bind_backward(call, dropout, vector)
+
+    def _bind_backward(self, call: NormCall, dropout: tuple[int, float], vector: int) -> None:
+        """One launch, whose programs keep rows in registers and sum over them, or one for rows and one for the sums."""
+        device, has_bias = call.x.device, call.bias is not None
+        tile, M, N = BACKWARD.of_rows(call.x)
+        self._columns: _triton.Launch | None = None
+        if tile.columns >= N:
+            programs, kind = tile.shares(M, device), (has_bias, vector, tile.num_stages)
+            self._backward = tile.launch(layer_norm_backward_kernel, (programs,), (M, N, *dropout), kind)
+        else:
+            blocks = _triton.ceil_div(N, COLUMN_TILE.columns)
+            programs, kernel = COLUMN_TILE.shares(M, device, blocks), layer_norm_backward_two_pass_kernel
+            constants = (vector, tile.columns)
+            self._backward = _triton.Launch(kernel, (M,), (M, N, *dropout), constants, tile.num_warps)
+            kernel, grid = layer_norm_backward_columns_kernel, (blocks, programs)
+            self._columns = COLUMN_TILE.launch(kernel, grid, (M, N), (has_bias, vector))
+        self._partials = Partials(1 + has_bias, programs, N)
 
     def forward(self, call: NormCall) -> NormResult:
         """y, the sum if any, and fp32 statistics per row."""
         x = call.x
-        tile, M, N = FORWARD.of_rows(x)
         y = torch.empty_like(x)
         summed = None if call.residual is None else torch.empty_like(x)
-        mean = torch.empty(M, dtype=torch.float32, device=x.device) if call.centred else None
+        mean = torch.empty(self._rows, dtype=torch.float32, device=x.device) if call.centred else None
         # separate buffers: the alignment of half a buffer, and so the compiled variant, would depend on M
-        rstd = torch.empty(M, dtype=torch.float32, device=x.device)
-        launch = _forward_launch(tile, M, N, x.element_size(), call.eps, call.dropout_p)
-        launch(x, call.residual, call.seed, call.weight, call.bias, y, summed, mean, rstd)
+        rstd = torch.empty(self._rows, dtype=torch.float32, device=x.device)
+        self._forward(x, call.residual, call.seed, call.weight, call.bias, y, summed, mean, rstd)
         return NormResult(y, summed, mean, rstd)
 
     def backward(self, call: NormCall, result: NormResult, grads: Grads, wanted: Wanted) -> Gradients:
         """dx (dresidual itself without dropout), dresidual, dweight, dbias."""
         dy, *others = grads
-        dsummed = others[0] if others else None
         x, weight, seed = rows_of(call, result), call.weight, call.seed
-        tile, M, N = BACKWARD.of_rows(x)
         dresidual = torch.empty_like(x)
         dx = None if seed is None else torch.empty_like(x)
-        has_bias = call.bias is not None
-        multiprocessors = _triton.multiprocessors(x.device)
-        programs, launches = _plan(tile, M, N, x.element_size(), call.dropout_p, has_bias, multiprocessors)
-        partials = torch.empty((1 + has_bias, programs, N), dtype=torch.float32, device=x.device)
-        pointers = (dy, dsummed, x, seed, weight, result.mean, result.rstd, dx, dresidual)
-        if len(launches) == 1:
-            launches[0](*pointers, partials)
+        partials = self._partials.empty(x.device)
+        pointers = (dy, others[0] if others else None, x, seed, weight, result.mean, result.rstd, dx, dresidual)
+        if self._columns is None:
+            self._backward(*pointers, partials)
         else:
-            launches[0](*pointers)
-            launches[1](dy, x, result.mean, result.rstd, partials)
-        sums = sum_partials(partials, weight.dtype)
-        return dresidual if dx is None else dx, dresidual, sums[0], sums[1] if has_bias else None
-
-
-@_triton.planned
-def _forward_launch(tile: RowTile, M: int, N: int, itemsize: int, eps: float, dropout_p: float) -> _triton.Launch:
-    numbers = (M, N, eps, *dropout_numbers(dropout_p))
-    vector = _triton.vector_width(itemsize, N)
-    if tile.columns < N:
-        return _triton.Launch(layer_norm_forward_two_pass_kernel, (M,), numbers, (vector, tile.columns), tile.num_warps)
-    grid = (_triton.ceil_div(M, tile.rows),)
-    return _triton.Launch(layer_norm_forward_kernel, grid, numbers, (vector, tile.rows, tile.columns), tile.num_warps)
+            self._backward(*pointers)
+            self._columns(dy, x, result.mean, result.rstd, partials)
+        sums = self._partials.sum(partials, weight.dtype)
+        return dresidual if dx is None else dx, dresidual, sums[0], None if call.bias is None else sums[1]
 
 
 def dropout_numbers(dropout_p: float) -> tuple[int, float]:
     """The smallest 16-bit number that keeps an element, and the factor of kept elements."""
     return keep_threshold(dropout_p), keep_scale(dropout_p)
-
-
-@_triton.planned
-def _plan(
-    tile: RowTile, M: int, N: int, itemsize: int, dropout_p: float, has_bias: bool, multiprocessors: int
-) -> tuple[int, tuple[_triton.Launch, ...]]:
-    """The number of partial sums, and one launch (rows in registers) or two."""
-    vector = _triton.vector_width(itemsize, N)
-    numbers = (M, N, *dropout_numbers(dropout_p))
-    if tile.columns >= N:
-        programs = min(_triton.ceil_div(M, tile.rows), tile.programs * multiprocessors)
-        constants = (has_bias, vector, tile.num_stages, tile.rows, tile.columns)
-        kernel, stages = layer_norm_backward_kernel, tile.num_stages
-        return programs, (_triton.Launch(kernel, (programs,), numbers, constants, tile.num_warps, stages),)
-    column_blocks = _triton.ceil_div(N, COLUMN_TILE.columns)
-    shares = _triton.ceil_div(COLUMN_TILE.programs * multiprocessors, column_blocks)
-    programs = min(_triton.ceil_div(M, COLUMN_TILE.rows), shares)
-    kind = (vector, tile.columns)
-    rows = _triton.Launch(layer_norm_backward_two_pass_kernel, (M,), numbers, kind, tile.num_warps)
-    columns = _triton.Launch(
-        layer_norm_backward_columns_kernel, (column_blocks, programs), (M, N),
-        (has_bias, vector, COLUMN_TILE.rows, COLUMN_TILE.columns), COLUMN_TILE.num_warps,
-    )  # fmt: skip
-    return programs, (rows, columns)

@@ -1,7 +1,5 @@
 """Softmax over the last axis in Triton: rows in registers where they fit, else two passes with online softmax."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -9,7 +7,7 @@ from torch import Tensor
 
 from transformer_kernels.backends import triton as _triton
 from transformer_kernels.backends.triton_language import LOG2_E, from_fp32, to_fp32
-from transformer_kernels.backends.triton_tiles import RowTile, Tiles, whole_rows
+from transformer_kernels.backends.triton_tiles import Tiles, whole_rows
 from transformer_kernels.ops import _kernels
 from transformer_kernels.ops._kernels import Grads, Wanted
 from transformer_kernels.ops.softmax import SoftmaxCall
@@ -180,65 +178,33 @@ def softmax_backward_two_pass_kernel(dy, y, dx, M, N, scale, VECTOR: tl.constexp
 
 
 class Kernels(_kernels.Kernels):
-    """Softmax by Triton."""
+    """Softmax by Triton for calls of one layout."""
+
+    def __init__(self, call: SoftmaxCall) -> None:
+        x, mask = call.x, call.mask
+        tile, M, N = FORWARD.of_rows(x)
+        itemsize = x.element_size()
+        vector = _triton.vector_width(itemsize, N)
+        sizes, kind = (1, 1, 0, 0, 0, 0), (call.causal, vector, False, 1)
+        if mask is not None:
+            strides = mask.stride()
+            sizes, contiguous = (*mask.shape[1:3], *strides), strides[3] == 1
+            mask_vector = _triton.vector_width(itemsize, *strides[:3]) if contiguous else 1
+            kind = (call.causal, vector, contiguous, mask_vector)
+        numbers = (M, N, x.shape[-2] if call.causal else 1, *sizes, call.scale)
+        kernels = softmax_forward_kernel, softmax_forward_two_pass_kernel
+        self._forward = tile.launch_rows(kernels, numbers, kind)
+        kernels = softmax_backward_kernel, softmax_backward_two_pass_kernel
+        self._backward = BACKWARD.of_rows(x)[0].launch_rows(kernels, (M, N, call.scale), (vector,))
 
     def forward(self, call: SoftmaxCall) -> Tensor:
         """softmax(scale * x) over the visible entries of the last axis; x contiguous (..., N)."""
-        x, mask, causal, scale = call
-        tile, M, N = FORWARD.of_rows(x)
-        y = torch.empty_like(x)
-        layout = None if mask is None else (mask.shape, mask.stride())
-        queries = x.shape[-2] if causal else None
-        _forward_launch(tile, M, N, x.element_size(), layout, queries, scale)(x, mask, y)
+        y = torch.empty_like(call.x)
+        self._forward(call.x, call.mask, y)
         return y
 
     def backward(self, call: SoftmaxCall, y: Tensor, grads: Grads, wanted: Wanted) -> tuple[Tensor]:
         """dx from the saved output y."""
-        (dy,), scale = grads, call.scale
-        tile, M, N = BACKWARD.of_rows(y)
         dx = torch.empty_like(y)
-        _backward_launch(tile, M, N, y.element_size(), scale)(dy, y, dx)
+        self._backward(grads[0], y, dx)
         return (dx,)
-
-
-@_triton.planned
-def _forward_launch(
-    tile: RowTile,
-    M: int,
-    N: int,
-    itemsize: int,
-    mask: tuple[torch.Size, tuple[int, ...]] | None,
-    queries: int | None,
-    scale: float,
-) -> _triton.Launch:
-    """The forward launch for a mask of this shape and strides; `queries` if causal."""
-    vector, causal = _triton.vector_width(itemsize, N), queries is not None
-    if mask is None:
-        sizes: tuple[int, ...] = (1, 1, 0, 0, 0, 0)
-        kind = (causal, vector, False, 1)
-    else:
-        shape, strides = mask
-        sizes = (shape[1], shape[2], *strides)
-        contiguous = strides[3] == 1
-        mask_vector = _triton.vector_width(itemsize, *strides[:3]) if contiguous else 1
-        kind = (causal, vector, contiguous, mask_vector)
-    numbers = (M, N, queries or 1, *sizes, scale)
-    kernels = (softmax_forward_kernel, softmax_forward_two_pass_kernel)
-    return _rows_launch(kernels, tile, numbers, kind)
-
-
-def _rows_launch(
-    kernels: tuple[Any, Any], tile: RowTile, numbers: tuple[float, ...], kind: tuple[Any, ...]
-) -> _triton.Launch:
-    """A launch of the first kernel if a row fits into a tile, else of the second; M and N precede the numbers."""
-    M, N = int(numbers[0]), numbers[1]
-    if tile.columns < N:
-        return _triton.Launch(kernels[1], (M,), numbers, (*kind, tile.columns), tile.num_warps)
-    grid = (_triton.ceil_div(M, tile.rows),)
-    return _triton.Launch(kernels[0], grid, numbers, (*kind, tile.rows, tile.columns), tile.num_warps)
-
-
-@_triton.planned
-def _backward_launch(tile: RowTile, M: int, N: int, itemsize: int, scale: float) -> _triton.Launch:
-    kernels = (softmax_backward_kernel, softmax_backward_two_pass_kernel)
-    return _rows_launch(kernels, tile, (M, N, scale), (_triton.vector_width(itemsize, N),))
