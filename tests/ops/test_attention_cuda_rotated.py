@@ -73,7 +73,8 @@ def make(dtype, device, length, width, batch, padded, starts, **options):
 
 def rotated(x, angles, inverse=False):
     out = Heads(torch.empty_like(x), None)
-    Kernels.on(cuda).rotate(RotaryCall(x, x, *angles), Heads(x, None), out, inverse=inverse)
+    call = RotaryCall(x, x, *angles)
+    Kernels.on(cuda)(call).rotate(call, Heads(x, None), out, inverse=inverse)
     return out.q
 
 

@@ -16,7 +16,7 @@ from tests.support.operations import backward
 from tests.support.parity import backend_fixture, check_parity
 from transformer_kernels import UnsupportedByBackend, nn
 from transformer_kernels.backends import dispatch
-from transformer_kernels.ops.loss import _compiled
+from transformer_kernels.ops.loss import _calls
 from transformer_kernels.ops.loss import _torch as torch_backend
 from transformer_kernels.ops.loss._calls import CrossEntropyCall
 
@@ -101,7 +101,7 @@ def test_a_class_that_is_ignored_has_no_part(backend, device, weighted, reductio
     loss.sum().backward()
     torch.testing.assert_close(loss.double(), expected, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(tensors["logits"].grad.double(), gradient, atol=1e-7, rtol=1e-5)
-    monkeypatch.setattr(_compiled, "ROWS_OF_ONE_BLOCK", 4)
+    monkeypatch.setattr(_calls, "MAX_SUMMED", 4)
     with torch.no_grad():
         again = tk.cross_entropy(**tensors, weight=weight, **options, backend=backend)
     torch.testing.assert_close(again, loss)

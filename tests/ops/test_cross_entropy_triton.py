@@ -68,7 +68,7 @@ def test_a_target_that_is_no_class_makes_its_row_nan_and_reads_nothing(backend, 
 def test_the_sum_of_losses(backend, device, rows, limit, monkeypatch):
     from transformer_kernels.ops.loss import _triton as cross_entropy
 
-    monkeypatch.setattr(cross_entropy, "ROWS_OF_ONE_PROGRAM", limit)
+    monkeypatch.setattr("transformer_kernels.ops.loss._calls.MAX_SUMMED", limit)
     losses = torch.rand(rows, device=device)
     targets = torch.arange(rows, device=device) % 3
     total, none = cross_entropy.Kernels.reduced(losses, targets, 1, "sum")

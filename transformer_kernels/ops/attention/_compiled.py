@@ -192,9 +192,9 @@ class Kernels(AttentionKernels, Compiled):
         dbias = self._run_backward(kernel, given, result, call.scores.bias if wanted[3] else None, dlse)
         if angles is not None and self._machine is cuda and call.q.shape[3] > MAX_WHOLE_HEAD_DIM:
             assert dk is not None  # a GPU's kernels compute all three
-            heads = Heads(dk, None)
+            heads, rotation = Heads(dk, None), RotaryCall(dk, dk, *angles)
             rotary: Any = RotaryKernels.on(self._machine)
-            rotary.rotate(RotaryCall(dk, dk, *angles), heads, heads, inverse=True)
+            rotary(rotation).rotate(rotation, heads, heads, inverse=True)
         return dq, dk, dv, dbias
 
     def forward_tangent(

@@ -208,7 +208,7 @@ class _Packed(Adapter):
 
     def __init__(self, call: PackedAttentionCall) -> None:
         self._attention = WithSinks.on(self.inner, self.backend)
-        self._rotate = dispatch.family("transformer_kernels.ops.rotary", self.backend).rotate
+        self._rotary: Any = None
         self._rotates = call.cos is None or self.inner.rotates(_on_views(call))
 
     @classmethod
@@ -266,7 +266,9 @@ class _Packed(Adapter):
     def _rotated(self, call: PackedAttentionCall, heads: Heads, out: Heads, *, inverse: bool) -> None:
         assert call.cos is not None and call.sin is not None
         rotation = RotaryCall(heads.q, heads.q, call.cos, call.sin, call.interleaved)
-        self._rotate(rotation, heads, out, inverse=inverse)
+        if self._rotary is None:
+            self._rotary = dispatch.family("transformer_kernels.ops.rotary", self.backend).of(rotation)
+        self._rotary.rotate(rotation, heads, out, inverse=inverse)
 
 
 OPERATION = _operation.Operation(

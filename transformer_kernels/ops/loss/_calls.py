@@ -19,6 +19,8 @@ from transformer_kernels.ops._softcap import capped
 OP, LINEAR_OP = "cross_entropy", "linear_cross_entropy"
 REDUCTIONS = ("mean", "sum", "none")
 
+MAX_SUMMED = 1 << 16
+"""Maximum number of losses that one program or block adds up; PyTorch's several launches are faster for more."""
 
 CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 128 << 20}
 """Maximum bytes of a chunk's logits. CPU: about a last-level cache. GPU: small next to a model's other tensors, with
@@ -164,6 +166,30 @@ def reduced(losses: Tensor, call: CrossEntropyCall | LinearCrossEntropyCall) -> 
     return losses.sum() / call.targets.ne(call.ignore_index).sum()
 
 
+def summed(
+    kernel: Any,
+    losses: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    reduction: str,
+    weights: Tensor | None,
+    kept: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """The sum or mean of the losses by `LossKernels.summing` or PyTorch, and the denominator of the mean, if `kept`."""
+    mean = reduction == "mean"
+    if mean and weights is not None:
+        return weighted_mean(losses, targets, ignore_index, weights)
+    if kernel is None or losses.numel() > MAX_SUMMED:
+        count = targets.ne(ignore_index).sum().to(losses.dtype) if mean else None
+        return losses.sum() if count is None else losses.sum() / count, count
+    loss = losses.new_empty_strided((), ())
+    count = None
+    if mean:  # where it is not kept the kernel of a CPU writes it, and then the loss over it
+        count = torch.empty_like(loss) if kept else loss
+    kernel(losses, targets, loss, count)
+    return loss, count
+
+
 class LossKernels(Kernels):
     """What `linear_cross_entropy` asks of a backend's kernels of `cross_entropy`, for chunks of rows."""
 
@@ -181,11 +207,16 @@ class LossKernels(Kernels):
         raise NotImplementedError
 
     @classmethod
+    def summing(cls, losses: Tensor, ignore_index: int, reduction: str) -> Any:
+        """A kernel for (losses, targets, loss, denominator of a mean or None); None: PyTorch's."""
+        return None
+
+    @classmethod
     def reduced(
         cls, losses: Tensor, targets: Tensor, ignore_index: int, reduction: str, weights: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """The sum or mean of the losses, and the denominator of the mean."""
-        raise NotImplementedError
+        return summed(cls.summing(losses, ignore_index, reduction), losses, targets, ignore_index, reduction, weights)
 
 
 @record

@@ -15,11 +15,8 @@ from transformer_kernels.ops.loss._calls import (
     CrossEntropyResult,
     LossKernels,
     RowLoss,
-    weighted_mean,
+    summed,
 )
-
-ROWS_OF_ONE_BLOCK = 1 << 16
-"""How many losses one block of a GPU adds up; a sum over more is worth PyTorch's several launches."""
 
 
 class Kernels(LossKernels, Compiled):
@@ -56,7 +53,7 @@ class Kernels(LossKernels, Compiled):
         if call.reduction == "none":
             return CrossEntropyResult(losses, statistics, None)
         kept = statistics is not None
-        loss, count = _reduced(self._sum, losses, call.targets, call.ignore_index, call.reduction, weights, kept)
+        loss, count = summed(self._sum, losses, call.targets, call.ignore_index, call.reduction, weights, kept)
         return CrossEntropyResult(loss, statistics, count)
 
     def _weights(self, call: CrossEntropyCall) -> Tensor | None:
@@ -131,12 +128,9 @@ class Kernels(LossKernels, Compiled):
         return losses
 
     @classmethod
-    def reduced(
-        cls, losses: Tensor, targets: Tensor, ignore_index: int, reduction: str, weights: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """The sum or mean of the losses, and what the mean is over."""
-        kernel = _sum(cls.machine, losses.device, losses.numel(), ignore_index)
-        return _reduced(kernel, losses, targets, ignore_index, reduction, weights)
+    def summing(cls, losses: Tensor, ignore_index: int, reduction: str) -> Any:
+        """Bound to (losses, targets, loss, count)."""
+        return _sum(cls.machine, losses.device, losses.numel(), ignore_index)
 
 
 def _losses(machine: Machine, logits: Tensor, rows: int, stride: int, options: RowLoss) -> Any:
@@ -159,27 +153,3 @@ def _losses(machine: Machine, logits: Tensor, rows: int, stride: int, options: R
 def _sum(machine: Machine, device: torch.device, rows: int, ignore_index: int) -> Any:
     """Bound to (losses, targets, loss, count)."""
     return machine.bind("cross_entropy_sum", device, rows=rows, ignore_index=ignore_index)
-
-
-def _reduced(
-    kernel: Any,
-    losses: Tensor,
-    targets: Tensor,
-    ignore_index: int,
-    reduction: str,
-    weights: Tensor | None,
-    kept: bool = True,
-) -> tuple[Tensor, Tensor | None]:
-    """The sum or mean of the losses, and what the mean is over; on a CPU only if that is kept."""
-    mean = reduction == "mean"
-    if mean and weights is not None:
-        return weighted_mean(losses, targets, ignore_index, weights)
-    if losses.numel() > ROWS_OF_ONE_BLOCK:
-        count = targets.ne(ignore_index).sum().float() if mean else None
-        return losses.sum() if count is None else losses.sum() / count, count
-    loss = losses.new_empty_strided((), ())
-    count = None
-    if mean:  # where it is not kept the kernel of a CPU writes it, and then the loss over it
-        count = torch.empty_like(loss) if kept else loss
-    kernel(losses, targets, loss, count)
-    return loss, count

@@ -14,7 +14,6 @@ from transformer_kernels.ops.loss._calls import (
     CrossEntropyResult,
     LossKernels,
     RowLoss,
-    weighted_mean,
 )
 
 aten = torch.ops.aten
@@ -80,18 +79,6 @@ class Kernels(LossKernels):
                 losses.append(_losses_of(terms, options))
                 chunk.copy_(_gradient(terms, options))
         return _joined(losses), logits
-
-    @classmethod
-    def reduced(
-        cls, losses: Tensor, targets: Tensor, ignore_index: int, reduction: str, weights: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """The sum or mean of the losses, and the denominator of the mean."""
-        if reduction == "sum":
-            return losses.sum(), None
-        if weights is not None:
-            return weighted_mean(losses, targets, ignore_index, weights)
-        count = targets.ne(ignore_index).sum().to(losses.dtype)
-        return losses.sum() / count, count
 
 
 class _Terms(NamedTuple):

@@ -7,6 +7,7 @@ classes are ignored, and set to zero where the gradient overwrites the logits.
 then their mean.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -23,14 +24,11 @@ from transformer_kernels.ops.loss._calls import (
     CrossEntropyResult,
     LossKernels,
     RowLoss,
-    weighted_mean,
+    summed,
 )
 
 FORWARD = Tiles("cross_entropy forward", whole_rows, widest=16384, narrowest=16)
 BACKWARD = Tiles("cross_entropy backward", column_blocks, widest=256, narrowest=16)
-
-ROWS_OF_ONE_PROGRAM = 1 << 16
-"""Maximum number of losses summed by one program; PyTorch's reduction is faster for more."""
 
 REDUCTION = RowTile(rows=1, columns=4096, num_warps=16, num_stages=3)
 
@@ -283,7 +281,17 @@ def sum_losses_kernel(losses, targets, loss, count, M, ignore_index, MEAN: tl.co
 
 
 class Kernels(LossKernels):
-    """Cross-entropy by Triton."""
+    """Cross-entropy by Triton for calls of one layout."""
+
+    def __init__(self, call: CrossEntropyCall) -> None:
+        logits, options, reduction = call.logits, call.row_loss(), call.reduction
+        rows = logits.view(-1, logits.shape[-1])
+        self._losses = _losses(rows, options, in_place=False)
+        self._sum = self.summing(rows[:, 0], call.ignore_index, reduction)
+        tile, M, N = BACKWARD.of_rows(logits)
+        constants = (options.label_smoothing > 0.0, reduction == "none", reduction == "mean", _vector(logits, N))
+        numbers, grid = (M, N, *_numbers(options)), (math.prod(tile.grid(M, N)),)
+        self._backward = tile.launch(cross_entropy_backward_kernel, grid, numbers, constants)
 
     @classmethod
     def unsupported(cls, call: CrossEntropyCall) -> str | None:
@@ -292,95 +300,62 @@ class Kernels(LossKernels):
 
     def forward(self, call: CrossEntropyCall) -> CrossEntropyResult:
         """The loss, (maximum, 1 / sum of exponentials) per row as (2, M), and the denominator of a mean."""
-        logits, targets, options = call.logits, call.targets, call.row_loss()
-        losses, statistics = _rows(logits.view(-1, logits.shape[-1]), targets, options)
+        logits, targets, weights = call.logits, call.targets, call.row_loss().weights
+        losses = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
+        statistics = losses.new_empty((2, targets.numel()))
+        self._losses(logits, targets, weights, losses, statistics)
         if call.reduction == "none":
             return CrossEntropyResult(losses, statistics, None)
-        loss, count = self.reduced(losses, targets, call.ignore_index, call.reduction, options.weights)
+        loss, count = summed(self._sum, losses, targets, call.ignore_index, call.reduction, weights)
         return CrossEntropyResult(loss, statistics, count)
 
     @classmethod
-    def row_losses(cls, logits: Tensor, targets: Tensor, options: RowLoss) -> Tensor:
-        """The loss of each row; logits (M, V) with any row stride, targets (M,)."""
-        return _rows(logits, targets, options)[0]
+    def row_losses(cls, logits: Tensor, targets: Tensor, options: RowLoss, in_place: bool = False) -> Tensor:
+        """The loss of each row; logits (M, V) with any row stride, overwritten by their gradient if `in_place`."""
+        losses = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
+        statistics = None if in_place else losses.new_empty((2, targets.numel()))
+        _losses(logits, options, in_place)(logits, targets, options.weights, losses, statistics)
+        return losses
 
     @classmethod
     def row_losses_and_gradient(cls, logits: Tensor, targets: Tensor, options: RowLoss) -> tuple[Tensor, Tensor]:
         """`row_losses`, and the gradient of their sum, which overwrites the logits."""
-        return _rows(logits, targets, options, in_place=True)[0], logits
+        return cls.row_losses(logits, targets, options, in_place=True), logits
 
     @classmethod
-    def reduced(
-        cls, losses: Tensor, targets: Tensor, ignore_index: int, reduction: str, weights: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """The sum or mean of the losses, and the denominator of the mean."""
-        if weights is not None and reduction == "mean":
-            return weighted_mean(losses, targets, ignore_index, weights)
-        mean, rows = reduction == "mean", losses.numel()
-        if rows > ROWS_OF_ONE_PROGRAM:
-            count = targets.ne(ignore_index).sum().float() if mean else None
-            return losses.sum() if count is None else losses.sum() / count, count
-        loss, count = (torch.empty((), dtype=torch.float32, device=losses.device) for _ in range(2))
-        _sum_launch(rows, ignore_index, mean)(losses, targets, loss, count)
-        return loss, count if mean else None
+    def summing(cls, losses: Tensor, ignore_index: int, reduction: str) -> Any:
+        """A launch over (losses, targets, loss, count), with a pointer that is not used in place of a count of None."""
+        numbers, constants = (losses.numel(), ignore_index), (reduction == "mean", REDUCTION.columns)
+        warps, stages = REDUCTION.num_warps, REDUCTION.num_stages
+        launch = _triton.Launch(sum_losses_kernel, (1,), numbers, constants, warps, stages)
+        return lambda losses, targets, loss, count: launch(losses, targets, loss, loss if count is None else count)
 
     def backward(
         self, call: CrossEntropyCall, result: CrossEntropyResult, grads: Grads, wanted: Wanted
     ) -> tuple[Tensor]:
         """dloss * (softmax - smoothed target), divided by the denominator of a mean."""
-        (dloss,), logits, targets = grads, call.logits, call.targets
-        reduction, options = call.reduction, call.row_loss()
-        _, statistics, count = result
-        tile, M, N = BACKWARD.of_rows(logits)
+        logits, weights = call.logits, call.row_loss().weights
         dlogits = torch.empty_like(logits)
-        launch = _backward_launch(tile, M, N, logits.element_size(), _numbers(options), reduction)
-        launch(dloss, logits, targets, options.weights, statistics, count, dlogits)
+        self._backward(grads[0], logits, call.targets, weights, result.statistics, result.counted, dlogits)
         return (dlogits,)
 
 
-Numbers = tuple[int, float, float | None, float | None]
-
-
-def _numbers(options: RowLoss) -> Numbers:
+def _numbers(options: RowLoss) -> tuple[int, float, float | None, float | None]:
     """ignore_index, smoothing, z_loss and softcap in the order of the kernels' arguments."""
     return options.ignore_index, options.label_smoothing, options.z_loss or None, options.softcap
 
 
-def _rows(logits: Tensor, targets: Tensor, options: RowLoss, in_place: bool = False) -> tuple[Tensor, Tensor | None]:
-    """The losses of logits (M, V) and the statistics (2, M), or None where their gradient is written `in_place`."""
-    losses = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
-    statistics = None if in_place else losses.new_empty((2, targets.numel()))
+def _vector(logits: Tensor, stride: int) -> int:
+    return _triton.vector_width(logits.element_size(), stride)
+
+
+def _losses(logits: Tensor, options: RowLoss, in_place: bool) -> _triton.Launch:
+    """A launch over logits (M, V) with any row stride; `in_place`: their gradient overwrites them."""
     (M, N), S = logits.shape, logits.stride(0)
     tile = FORWARD.find(_triton.capability(logits.device), logits.element_size(), S)
-    launch = _forward_launch(tile, M, N, S, logits.element_size(), _numbers(options), in_place)
-    launch(logits, targets, options.weights, losses, statistics)
-    return losses, statistics
-
-
-@_triton.planned
-def _forward_launch(
-    tile: RowTile, M: int, N: int, S: int, itemsize: int, options: Numbers, gradient: bool
-) -> _triton.Launch:
-    numbers, vector = (M, N, S, *options), _triton.vector_width(itemsize, S)
-    kind = (options[1] > 0.0, gradient)
+    numbers, kind = (M, N, S, *_numbers(options)), (options.label_smoothing > 0.0, in_place)
     if tile.columns < S:
-        constants: tuple[Any, ...] = (*kind, vector, tile.columns)
+        constants = (*kind, _vector(logits, S), tile.columns)
         return _triton.Launch(cross_entropy_forward_two_pass_kernel, (M,), numbers, constants, tile.num_warps)
-    grid, constants = (_triton.ceil_div(M, tile.rows),), (*kind, S > N, vector, tile.rows, tile.columns)
-    return _triton.Launch(cross_entropy_forward_kernel, grid, numbers, constants, tile.num_warps)
-
-
-@_triton.planned
-def _sum_launch(rows: int, ignore_index: int, mean: bool) -> _triton.Launch:
-    constants = (mean, REDUCTION.columns)
-    return _triton.Launch(
-        sum_losses_kernel, (1,), (rows, ignore_index), constants, REDUCTION.num_warps, REDUCTION.num_stages
-    )
-
-
-@_triton.planned
-def _backward_launch(tile: RowTile, M: int, N: int, itemsize: int, options: Numbers, reduction: str) -> _triton.Launch:
-    grid = (_triton.ceil_div(M, tile.rows) * _triton.ceil_div(N, tile.columns),)
-    kind = (options[1] > 0.0, reduction == "none", reduction == "mean")
-    constants = (*kind, _triton.vector_width(itemsize, N), tile.rows, tile.columns)
-    return _triton.Launch(cross_entropy_backward_kernel, grid, (M, N, *options), constants, tile.num_warps)
+    kernel, grid = cross_entropy_forward_kernel, (_triton.ceil_div(M, tile.rows),)
+    return tile.launch(kernel, grid, numbers, (*kind, S > N, _vector(logits, S)))

@@ -84,8 +84,7 @@ class Heads(NamedTuple):
 class RotaryKernels(Kernels):
     """Forward and backward of a backend, on its `rotate`."""
 
-    @classmethod
-    def rotate(cls, call: RotaryCall, heads: Heads, out: Heads, *, inverse: bool) -> None:
+    def rotate(self, call: RotaryCall, heads: Heads, out: Heads, *, inverse: bool) -> None:
         """Rotate heads by the angles of the call, or by their negatives, into `out`, which may be the same heads."""
         raise NotImplementedError
 

@@ -12,10 +12,9 @@ NO_STRIDES = (0, 0, 0)
 class Kernels(RotaryKernels, Compiled):
     """The rotation by the compiled kernel of one machine."""
 
-    @classmethod
-    def rotate(cls, call: RotaryCall, heads: Heads, out: Heads, *, inverse: bool) -> None:
+    def rotate(self, call: RotaryCall, heads: Heads, out: Heads, *, inverse: bool) -> None:
         """Rotate heads by the angles of the call, or by their negatives, into `out`, which may be the same heads."""
-        cos, sin, machine = call.cos.float(), call.sin.float(), cls.machine
+        cos, sin, machine = call.cos.float(), call.sin.float(), self.machine
         q, k = heads
         batch, count, length, width = q.shape
         half = cos.shape[-1]

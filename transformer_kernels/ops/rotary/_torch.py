@@ -11,8 +11,7 @@ from transformer_kernels.ops.rotary import Heads, RotaryCall, RotaryKernels, pai
 class Kernels(RotaryKernels):
     """Rotary positions through PyTorch's elementwise kernels."""
 
-    @classmethod
-    def rotate(cls, call: RotaryCall, heads: Heads, out: Heads, *, inverse: bool) -> None:
+    def rotate(self, call: RotaryCall, heads: Heads, out: Heads, *, inverse: bool) -> None:
         cos, sin = call.cos.unsqueeze(1), (-call.sin if inverse else call.sin).unsqueeze(1)  # one for all heads
         for x, rotated in zip(heads, out, strict=True):
             if x is not None and rotated is not None:
