@@ -111,7 +111,7 @@ def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _forget_plans() -> None:
-    for cached in (_triton._plan, _tiles.find, _tiles.find_short):
+    for cached in (_tiles.find, _tiles.find_short):
         cached.cache_clear()
     for operation in dispatch.OPERATIONS.values():
         operation.forget_plans()

@@ -104,7 +104,7 @@ def test_twenty_shapes_need_no_second_compilation(shapes):
 @pytest.mark.slow
 def test_a_raw_call_costs_the_host_little():
     found = host_costs()
-    limits = {"any length forward": 65, "any length backward": 125, "short forward": 60, "short backward": 75}
+    limits = {"any length forward": 52, "any length backward": 85, "short forward": 52, "short backward": 53}
     assert found.keys() == limits.keys() and all(found[name] <= limits[name] for name in limits), found
 
 

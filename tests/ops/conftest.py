@@ -87,7 +87,7 @@ def triton_attention(backend):
 
 
 @pytest.fixture
-def long_path(triton_attention, monkeypatch):
+def long_path(triton_attention, monkeypatch, unplanned):
     """Short sequences use Triton's kernels for any length, with small tiles so that every loop runs."""
     tiles = triton_attention.tiles
     monkeypatch.setattr(tiles, "SHORT_QUERIES", 0)

@@ -126,7 +126,7 @@ def test_decode_splits_the_keys(backend, triton_attention, device, queries, opti
 @pytest.mark.parametrize("queries", [1, 3])
 def test_decode_of_batches_groups_and_many_splits(
     backend, triton_attention, device, queries, options,
-    monkeypatch
+    monkeypatch, unplanned
 ):  # fmt: skip
     """Twenty splits, more than the combine kernel reads per step, of grouped heads with dropout, lse and a bias per
     head, with different layouts of k and v; scores grow along the keys, so each split has another maximum."""
@@ -229,7 +229,7 @@ def test_rows_biased_by_the_lowest_number_have_the_gradient_of_uniform_weights(b
 
 @pytest.mark.parametrize("width", [64, 128])
 def test_many_keys_are_read_in_blocks_of_128_where_a_causal_call_reads_64(
-    backend, device, width, triton_attention, monkeypatch
+    backend, device, width, triton_attention, monkeypatch, unplanned
 ):
     monkeypatch.setattr(_triton, "INTERPRETED_CAPABILITY", (9, 0))
     tensors = make(torch.float16, device, (130, tiles.LONG_KEYS + 50), batch=1, heads=(1, 1), width=width)
@@ -238,14 +238,14 @@ def test_many_keys_are_read_in_blocks_of_128_where_a_causal_call_reads_64(
     for length in (tiles.LONG_KEYS - 1, tiles.LONG_KEYS):
         q, k = (torch.empty(1, 1, each, width, dtype=torch.float16, device=device) for each in (130, length))
         call = prepare(q, k, k, causal=True, scale=0.125)
-        keys.append(triton_attention._Inputs(call, None).plan.tile(Kernel.FORWARD).keys)
+        keys.append(triton_attention.Kernels(call).launches(call).tile(Kernel.FORWARD).keys)
     assert keys == [64 if width == 64 else 128, 128]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=["ampere", "hopper"])
 @pytest.mark.parametrize("width", [16, 32, 64, 128, 256])
-def test_every_table_computes_the_same(backend, device, capability, width, monkeypatch):
+def test_every_table_computes_the_same(backend, device, capability, width, monkeypatch, unplanned):
     monkeypatch.setattr(_triton, "INTERPRETED_CAPABILITY", capability)
     for lengths in ((60, 60), (30, 120), (30, 250), (100, 257)):
         tensors = make(torch.float16, device, lengths, batch=1, heads=(2, 1), width=width)

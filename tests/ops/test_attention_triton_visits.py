@@ -200,7 +200,7 @@ def test_the_sequence_of_every_token(triton_attention, device):
     for lengths, tokens in (([5], 5), ([3, 0, 0, 4], 9), ([], 4), ([0, 0], 3), ([1] * 300, 300), ([256, 256, 1], 600)):
         q = torch.empty(1, 1, tokens, 16, device=device, dtype=torch.float16)
         call = prepare(q, q, q, cu_seqlens=_sequences(lengths, device))
-        sequences = triton_attention._Inputs(call, None).extras.sequences
+        sequences = triton_attention.Kernels(call).launches(call).extras(call, None).sequences
         spans = list(itertools.pairwise([0, *itertools.accumulate(lengths)]))
         end = sum(lengths)
         want = [next(((a, b) for a, b in spans if a <= token < b), (end, end)) for token in range(tokens)]

@@ -6,6 +6,7 @@ functions called, which does not depend on the machine or its load.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -65,11 +66,12 @@ def _counted():
         for path, length in LENGTHS.items():
             q, k, v = torch.empty(1, length, 3, 2, 64, dtype=torch.bfloat16).transpose(1, 3).unbind(2)
             call = prepare(q, k, v, causal=True, scale=0.125)
-            result = attention.Kernels(call).forward(call)
+            kernels = attention.Kernels(call)
+            result = kernels.forward(call)
             given = call, result, (torch.empty_like(result.out), None), (True, True, True, False)
             passes = {
-                "forward": lambda call=call: attention.Kernels(call).forward(call),
-                "backward": lambda given=given: attention.Kernels(given[0]).backward(*given),
+                "forward": functools.partial(kernels.forward, call),
+                "backward": functools.partial(kernels.backward, *given),
             }
             for name, each in passes.items():
                 found[f"{path} {name}"] = called(each)

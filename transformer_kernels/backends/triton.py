@@ -137,9 +137,6 @@ class Launch:
         run(*self._grid, stream, function, packed, None, None, None, *addresses, *self._arguments)
 
 
-planned = functools.lru_cache(maxsize=1024)
-"""Caches functions that create a `Launch`, by layout."""
-
 _COMPILED: dict[tuple[Any, ...], dict[tuple[Any, ...], Any]] = {}
 """Compiled kernels by kernel (which lives as long as its module), constants and numbers, then by device and types."""
 

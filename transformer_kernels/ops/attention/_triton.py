@@ -35,10 +35,14 @@ from transformer_kernels.ops.attention._triton_short import (
     attention_short_forward_kernel,
 )
 from transformer_kernels.ops.attention._triton_tile import Inputs, Options
+from transformer_kernels.ops.attention.scores import Scores
 
 
 class Kernels(AttentionKernels):
-    """Attention by Triton."""
+    """Attention by Triton for calls of one layout."""
+
+    def __init__(self, call: AttentionCall) -> None:
+        self._launches = dict[Any, _Launches]()
 
     @classmethod
     def unsupported(cls, call: AttentionCall) -> str | None:
@@ -68,19 +72,27 @@ class Kernels(AttentionKernels):
         )
         return narrow and keys <= tiles.ROTATED_KEYS
 
+    def launches(self, call: AttentionCall, angles: Angles | None = None, *gradients: Tensor) -> _Launches:
+        """Those for these angles and, in the backward pass, for the strides of dout, dq, dk and dv."""
+        precision = _triton.fp32_precision() if call.q.dtype is torch.float32 else "tf32"  # ignored for 16 bits
+        strides = tuple([x.stride() for x in gradients])
+        key = precision, None if angles is None else angles.layout(), strides
+        found = self._launches.get(key)
+        if found is None:
+            found = self._launches[key] = _Launches(call, angles, strides, precision)
+        return found
+
     def forward(self, call: AttentionCall, angles: Angles | None = None) -> AttentionResult:
         """Output and log-sum-exp."""
-        inputs = _Inputs(call, angles)
-        plan, q = inputs.plan, call.q
-        out = torch.empty(plan.out_shape, dtype=q.dtype, device=q.device).transpose(1, 2)
-        lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=q.device)
-        statistics = torch.empty(plan.statistics_shape, dtype=torch.float32, device=q.device)
-        if plan.is_decode:
-            _decode(inputs, out, lse, statistics)
-        elif (short := plan.short_forward) is not None:
-            short(inputs.pointers, out, lse, statistics, inputs.extras)
+        launches, q, device = self.launches(call, angles), call.q, call.q.device
+        out = torch.empty(launches.out_shape, dtype=q.dtype, device=device).transpose(1, 2)
+        lse = torch.empty(launches.lse_shape, dtype=torch.float32, device=device)
+        statistics = torch.empty(launches.statistics_shape, dtype=torch.float32, device=device)
+        pointers = Inputs(q, call.k, call.v), out, lse, statistics
+        if launches.is_decode:
+            launches.run_decode(*pointers, launches.extras(call, angles))
         else:
-            plan.forward(inputs.pointers, out, lse, statistics, inputs.extras)
+            launches.forward(*pointers, launches.extras(call, angles))
         return AttentionResult(out, lse, statistics)
 
     def backward(
@@ -93,83 +105,76 @@ class Kernels(AttentionKernels):
         angles: Angles | None = None,
     ) -> tuple[Tensor | None, ...]:
         """dq, dk, dv and, if required, dbias; dq, dk and dv are written to `into` if given."""
-        (dout, dlse), statistics, q, k, v = grads, result.statistics, call.q, call.k, call.v
+        (dout, dlse), statistics, q, k = grads, result.statistics, call.q, call.k
         out = result.out if result.out.transpose(1, 2).is_contiguous() else like_output(q).copy_(result.out)
         if into is None:  # in the layout of `out`, cheaper than `like_output`
             dk = torch.empty_like(out) if k.shape == out.shape else like_output(k)
             into = torch.empty_like(out), dk, torch.empty_like(dk)
-        inputs = _Inputs(call, angles, dout, *into)
-        plan = inputs.plan
-        own = into if plan.in_place else (into[0], like_output(k), like_output(v))
+        launches = self.launches(call, angles, dout, *into)
+        inputs, extras = Inputs(q, k, call.v), launches.extras(call, angles)
+        own = into if launches.in_place else (into[0], like_output(k), like_output(k))
         delta = None
-        if plan.short_backward is None or wanted[3]:
-            delta = torch.empty(plan.lse_shape, dtype=torch.float32, device=q.device)
+        if launches.short_backward is None or wanted[3]:
+            delta = torch.empty(launches.lse_shape, dtype=torch.float32, device=q.device)
         pointers = Backward(out, statistics, dout, dlse, delta, *own)
         without_dlse = pointers if dlse is None else pointers._replace(dlse=None)
-        if plan.short_backward is not None:
-            plan.short_backward(inputs.pointers, pointers, inputs.extras)
+        if launches.short_backward is not None:
+            launches.short_backward(inputs, pointers, extras)
         else:
-            plan.query_gradient(inputs.pointers, pointers, inputs.extras)
-            plan.key_gradient(inputs.pointers, without_dlse, inputs.extras)
-        dbias = _bias_gradient(inputs, without_dlse, dlse) if wanted[3] else None
+            launches.query_gradient(inputs, pointers, extras)
+            launches.key_gradient(inputs, without_dlse, extras)
+        dbias = None
+        if wanted[3] and extras.bias.shape[3] == 1:
+            dbias = shift_gradient(dlse, statistics, extras.bias)
+        elif wanted[3]:
+            dbias = launches.run_bias_gradient(inputs, without_dlse, extras)
         if own is not into:
             into[1].copy_(own[1])
             into[2].copy_(own[2])
         return *into, dbias
 
 
-class _Plan:
-    """The arguments of the kernels besides tensors (sizes, strides, scalars, compile-time options), and launches."""
+class _Launches:
+    """The arguments of the kernels besides tensors (sizes, strides, scalars, compile-time options), and launches, each
+    created when it is first used."""
 
     def __init__(
-        self,
-        q_shape: torch.Size,
-        k_shape: torch.Size,
-        strides: tuple[tuple[int, ...], ...],
-        gradient_strides: tuple[tuple[int, ...], ...],
-        bias: tuple[torch.Size, tuple[int, ...], int] | None,
-        masks: tuple[bool, bool, bool, bool],
-        rotary: tuple[int, bool, bool],
-        reach: tuple[int, int],
-        dropout_p: float,
-        scale: float,
-        softcap: float,
-        dtype: torch.dtype,
-        capability: _triton.Capability,
-        multiprocessors: int,
-        precision: str,
+        self, call: AttentionCall, angles: Angles | None, gradients: tuple[tuple[int, ...], ...], precision: str
     ) -> None:
-        padded, dropped, self.packed, self.sloped = masks
-        self.batch, self.query_heads, self.queries, self.head_dim = q_shape
-        self.key_heads, self.keys = k_shape[1], k_shape[2]
-        self.group = self.query_heads // self.key_heads
-        self.multiprocessors = multiprocessors
-        self.itemsize, self.capability = dtype.itemsize, capability
+        """`gradients` are the strides of dout, dq, dk and dv in the backward pass."""
+        q, k, scores, bias = call.q, call.k, call.scores, _bias(call.scores)
+        self.batch, self.query_heads, self.queries, self.head_dim = q.shape
+        self.key_heads, self.keys = k.shape[1:3]
+        self.group, self.itemsize = self.query_heads // self.key_heads, q.element_size()
+        self.capability, self.multiprocessors = _triton.capability(q.device), _triton.multiprocessors(q.device)
         self.block_d = max(16, _triton.next_power_of_2(self.head_dim))
+        self.packed, self.sloped = scores.cu_seqlens is not None, scores.alibi_slopes is not None
+        self.entries = 0 if scores.cu_seqlens is None else len(scores.cu_seqlens)
         tokens = self.queries + self.keys
-        left, right = (min(limit, tokens) for limit in reach)
+        left, right = (min(limit, tokens) for limit in (scores.left, scores.right))
         causal, windowed = right == 0, left < tokens or 0 < right < tokens
-        heavy = dropped or windowed or bias is not None or softcap > 0.0
-        rows = Body.PADDED if padded else Body.LONG if self.keys >= tiles.LONG_KEYS else Body.CAUSAL
-        light = Body.ROTATED if rotary[0] else rows if causal else Body.LIGHT
+        heavy = call.seed is not None or windowed or bias is not None or scores.softcap > 0.0
+        rows = Body.LONG if self.keys >= tiles.LONG_KEYS else Body.CAUSAL
+        rows = rows if scores.key_padding_mask is None else Body.PADDED
+        light = Body.ROTATED if angles is not None else rows if causal else Body.LIGHT
         self.body = Body.PACKED if self.packed else Body.HEAVY if heavy else light
         self.sizes = (self.query_heads, self.queries, self.keys)
-        self.strides, self.query_strides = _without_columns(strides), _without_columns(gradient_strides[:2])
-        self.bias_shape = None if bias is None else bias[0]
-        self.bias_strides = (0, 0, 0, 0) if bias is None else bias[1]
+        self.strides = _without_columns((q.stride(), k.stride(), call.v.stride()))
+        self.query_strides = _without_columns(gradients[:2])
+        self.bias_shape = None if bias is None else bias.shape
+        self.bias_strides = (0, 0, 0, 0) if bias is None else broadcast_strides(bias)
         self.out_shape = (self.batch, self.queries, self.query_heads, self.head_dim)
-        self.lse_shape = q_shape[:3]
-        self.statistics_shape = (*q_shape[:2], 2, self.queries)
-        out_row = self.query_heads * self.head_dim
+        self.lse_shape = q.shape[:3]
+        self.statistics_shape = (*q.shape[:2], 2, self.queries)
+        out_row, key_row = self.query_heads * self.head_dim, self.key_heads * self.head_dim
         out_strides = (self.queries * out_row, self.head_dim, out_row)
-        key_row = self.key_heads * self.head_dim
         self.key_strides = (self.keys * key_row, self.head_dim, key_row)  # of dk and dv, or of copies of them
-        dkv_strides = {*gradient_strides[2:]}
-        self.in_place = len(dkv_strides) == 1 and (self.key_heads == 1 or gradient_strides[2][1] == self.head_dim)
+        dkv_strides = {*gradients[2:]}
+        self.in_place = len(dkv_strides) == 1 and (self.key_heads == 1 or gradients[2][1] == self.head_dim)
         if self.in_place:
-            self.key_strides = (gradient_strides[2][0], self.head_dim, gradient_strides[2][2])
-        self.dropout_p = dropout_p
-        self.numbers = (scale, left, right, keep_threshold(dropout_p))
+            self.key_strides = (gradients[2][0], self.head_dim, gradients[2][2])
+        self.dropout_p = call.dropout_p
+        self.numbers = (scores.scale, left, right, keep_threshold(call.dropout_p))
         self.scalars = (*self.bias_strides[:3], *self.numbers)
         self._options: dict[Tile, Options] = {}
         self._static: dict[str, Any] = {
@@ -179,20 +184,29 @@ class _Plan:
             "SCORES": ScoreOptions(
                 CAUSAL=causal and self.queries > 1,  # a single query sees all keys
                 WINDOW=windowed,
-                BIAS="slope" if self.sloped else _varying(bias and bias[0]),
-                BIAS_ALIGNMENT=1 if bias is None else alignment(bias[2], self.bias_strides[:3]),
-                SOFTCAP=softcap,
-                NEGATE=scale < 0.0,
+                BIAS="slope" if self.sloped else _varying(self.bias_shape),
+                BIAS_ALIGNMENT=1 if bias is None else alignment(bias.element_size(), self.bias_strides[:3]),
+                SOFTCAP=scores.softcap,
+                NEGATE=scores.scale < 0.0,
             ),
             "ALIGNMENT": alignment(
                 self.itemsize, (*self.strides, *self.query_strides, *out_strides, *self.key_strides)
             ),
-            "PAIRS": rotary[0],
-            "INTERLEAVED": rotary[1],
-            "OWN_ANGLES": rotary[2],
+            "PAIRS": 0 if angles is None else angles.cos.shape[2],
+            "INTERLEAVED": angles is not None and angles.interleaved,
+            "OWN_ANGLES": angles is not None and len(angles.cos) > 1,
             "NATURAL": self.itemsize == tiles.SINGLE,
             "PRECISION": precision,
         }
+
+    def extras(self, call: AttentionCall, angles: Angles | None) -> Extras:
+        """The optional tensors of a call."""
+        scores, sequences = call.scores, None
+        if scores.cu_seqlens is not None:  # start and end of each token's sequence, computed on the device
+            sequences = torch.empty((2, self.keys), dtype=torch.int32, device=call.q.device)
+            self.sequences(scores.cu_seqlens, sequences)
+        cos, sin = (None, None) if angles is None else (angles.cos, angles.sin)
+        return Extras(scores.key_padding_mask, sequences, _bias(scores), call.seed, cos, sin)
 
     def options(self, tile: Tile) -> Options:
         """Compile-time options for this tile."""
@@ -240,15 +254,17 @@ class _Plan:
 
     @functools.cached_property
     def forward(self) -> _triton.Launch:
-        return self.over_queries(attention_forward_kernel, Kernel.FORWARD, self.strides)
-
-    @functools.cached_property
-    def short_forward(self) -> _triton.Launch | None:
         tile = self.short_tile(Kernel.SHORT_FORWARD)
         if tile is None:
-            return None
+            return self.over_queries(attention_forward_kernel, Kernel.FORWARD, self.strides)
         grid = (_triton.ceil_div(self.queries, tile.queries) * self.batch * self.query_heads,)
         return self.launch(attention_short_forward_kernel, tile, grid, (*self.sizes, *self.strides, *self.scalars))
+
+    @functools.cached_property
+    def sequences(self) -> _triton.Launch:
+        grid, constants = (_triton.ceil_div(self.keys, tiles.SEQUENCES_TOKENS),), (tiles.SEQUENCES_TOKENS,)
+        numbers = (self.entries, self.entries.bit_length(), self.keys)
+        return _triton.Launch(attention_sequences_kernel, grid, numbers, constants, num_warps=4)
 
     @functools.cached_property
     def query_gradient(self) -> _triton.Launch:
@@ -272,6 +288,14 @@ class _Plan:
         numbers = (*self.sizes[1:], *self.strides, *self.query_strides, *self.key_strides[::2], *self.scalars)
         return self.launch(attention_short_backward_kernel, tile, (self.batch, self.key_heads), numbers)
 
+    def run_bias_gradient(self, inputs: Inputs, pointers: Backward, extras: Extras) -> Tensor:
+        """dbias, summed over broadcast axes: each program sums dS over one split, then the splits are reduced."""
+        bias, (splits, launch) = extras.bias, self.bias_gradient
+        dtype = bias.dtype if splits == 1 else torch.float32
+        partial = torch.empty((splits, *bias.shape), dtype=dtype, device=bias.device)
+        launch(inputs, pointers, partial, extras)
+        return partial[0] if splits == 1 else partial.sum(0).to(bias.dtype)
+
     @functools.cached_property
     def bias_gradient(self) -> tuple[int, _triton.Launch]:
         """The number of splits of each sum, and the launch."""
@@ -284,6 +308,18 @@ class _Plan:
         splits = max(1, min(shared, tiles.MAXIMUM_SPLITS, 2 * self.multiprocessors // own))
         numbers = (self.batch, *self.sizes, batches, heads, *self.strides, *self.query_strides[:3], *self.scalars)
         return splits, self.launch(attention_backward_bias_kernel, tile, (own * splits,), numbers)
+
+    def run_decode(self, inputs: Inputs, out: Tensor, lse: Tensor, statistics: Tensor, extras: Extras) -> None:
+        """Forward over splits of the keys, which are then combined."""
+        splits, launch, combine = self.decode
+        partials: tuple[Tensor | None, ...] = (None, None, None)
+        if splits > 1:
+            rows = (splits, *self.lse_shape)
+            shapes = (*rows, self.head_dim), rows, rows
+            partials = tuple([torch.empty(shape, dtype=torch.float32, device=out.device) for shape in shapes])
+        launch(inputs, out, lse, statistics, *partials, extras)
+        if splits > 1:
+            combine(*partials, out, lse, statistics)
 
     @functools.cached_property
     def decode(self) -> tuple[int, _triton.Launch, _triton.Launch]:
@@ -313,47 +349,9 @@ def _without_columns(strides: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
     return tuple([stride for axes in strides for stride in axes[:3]])
 
 
-_plan = _triton.planned(_Plan)
-"""Cached by layouts and options: building a plan costs more than the launch."""
-
-
-class _Inputs:
-    """The arguments of one call: its optional tensors and its plan."""
-
-    def __init__(self, call: AttentionCall, angles: Angles | None, *gradients: Tensor) -> None:
-        """`gradients` are dout, dq, dk and dv in the backward pass."""
-        q, k, v, scores = call.q, call.k, call.v, call.scores
-        padding, self.pointers = scores.key_padding_mask, Inputs(q, k, v)
-        sloped = scores.alibi_slopes is not None
-        self.bias = scores.alibi_slopes if sloped else scores.bias
-        dtype, device = q.dtype, q.device
-        self.plan = _plan(
-            q.shape, k.shape, (q.stride(), k.stride(), v.stride()), tuple([x.stride() for x in gradients]),
-            None if self.bias is None else (self.bias.shape, broadcast_strides(self.bias), self.bias.element_size()),
-            (padding is not None, call.seed is not None, scores.cu_seqlens is not None, sloped),
-            (0, False, False) if angles is None else (angles.cos.shape[2], angles.interleaved, len(angles.cos) > 1),
-            (scores.left, scores.right), call.dropout_p, scores.scale, scores.softcap, dtype,
-            _triton.capability(device), _triton.multiprocessors(device),
-            _triton.fp32_precision() if dtype is torch.float32 else "tf32",  # ignored for 16 bits
-        )  # fmt: skip
-
-        sequences = None if scores.cu_seqlens is None else _sequences(scores.cu_seqlens, k.shape[2])
-        cos, sin = (None, None) if angles is None else (angles.cos, angles.sin)
-        self.extras = Extras(padding, sequences, self.bias, call.seed, cos, sin)
-
-
-def _sequences(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """Start and end of each token's sequence (2, tokens), computed on the device."""
-    sequences = torch.empty((2, tokens), dtype=torch.int32, device=cu_seqlens.device)
-    _sequences_launch(len(cu_seqlens), tokens)(cu_seqlens, sequences)
-    return sequences
-
-
-@_triton.planned
-def _sequences_launch(entries: int, tokens: int) -> _triton.Launch:
-    grid, constants = (_triton.ceil_div(tokens, tiles.SEQUENCES_TOKENS),), (tiles.SEQUENCES_TOKENS,)
-    numbers = (entries, entries.bit_length(), tokens)
-    return _triton.Launch(attention_sequences_kernel, grid, numbers, constants, num_warps=4)
+def _bias(scores: Scores) -> Tensor | None:
+    """What is added to the scores: the bias, or the slopes of ALiBi."""
+    return scores.bias if scores.alibi_slopes is None else scores.alibi_slopes
 
 
 def alignment(itemsize: int, strides: tuple[int, ...]) -> int:
@@ -374,19 +372,6 @@ def _varying(bias: torch.Size | None) -> str:
     return "column" if bias[2] > 1 else "scalar"
 
 
-def _decode(inputs: _Inputs, out: Tensor, lse: Tensor, statistics: Tensor) -> None:
-    device = out.device
-    splits, launch, combine = inputs.plan.decode
-    partial = partial_max = partial_sum = None
-    if splits > 1:
-        rows = (splits, *inputs.plan.lse_shape)
-        partial = torch.empty((*rows, inputs.plan.head_dim), dtype=torch.float32, device=device)
-        partial_max, partial_sum = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))
-    launch(inputs.pointers, out, lse, statistics, partial, partial_max, partial_sum, inputs.extras)
-    if splits > 1:
-        combine(partial, partial_max, partial_sum, out, lse, statistics)
-
-
 def _splits(programs: int, blocks: int, multiprocessors: int) -> int:
     """The number of key splits: 1 if the device is full without splits or the keys are few, else the smallest number
     with at least 85 % of the best wave occupancy."""
@@ -396,15 +381,3 @@ def _splits(programs: int, blocks: int, multiprocessors: int) -> int:
     waves = [programs * count / multiprocessors for count in candidates]
     efficiency = [wave / -(-wave // 1) for wave in waves]
     return next(count for count, value in zip(candidates, efficiency, strict=True) if value >= 0.85 * max(efficiency))
-
-
-def _bias_gradient(inputs: _Inputs, pointers: Backward, dlse: Tensor | None) -> Tensor:
-    """dbias, summed over broadcast axes: each program sums dS over one split, then the splits are reduced."""
-    bias = inputs.bias
-    assert bias is not None
-    if bias.shape[3] == 1:
-        return shift_gradient(dlse, pointers.statistics, bias)
-    splits, launch = inputs.plan.bias_gradient
-    partial = torch.empty((splits, *bias.shape), dtype=bias.dtype if splits == 1 else torch.float32, device=bias.device)
-    launch(inputs.pointers, pointers, partial, inputs.extras)
-    return partial[0] if splits == 1 else partial.sum(0).to(bias.dtype)
