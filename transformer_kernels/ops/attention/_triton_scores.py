@@ -254,10 +254,10 @@ def weight_operand(stage, weights, PADDED: tl.constexpr, dtype: tl.constexpr):
     """Weights, or the gradient of products, as an operand of the next product. Not PADDED: no padding mask is in them.
 
     Triton sizes the registers of an operand by the narrowest load in the elementwise operations before it, 8 bits of a
-    padding mask, and halves that for each join, as in a dropout mask. For a tile of 16 keys those of both are four
-    times too large, and the product is wrong (Triton 3.6); `settled` ends the chain."""
+    padding mask, and halves that for each join, as in a dropout mask. With both they are those of 64 columns, and the
+    product over 16 is wrong (Triton 3.6, tensor cores); over 32 it is right. `settled` ends the chain."""
     weights = dot_operand(weights, dtype)
-    if PADDED and stage.inputs.padding is not None and stage.inputs.seed is not None:
+    if PADDED and stage.inputs.padding is not None and stage.inputs.seed is not None and weights.shape[1] < 32:
         weights = settled(weights)
     return weights
 

@@ -141,7 +141,7 @@ def attention_short_backward_kernel(
         )
         if backward.delta is not None:
             tl.store(backward.delta + row_offset + rows, delta, mask=rows < query_length)
-        dq = multiply(tl.trans(weight_operand(stage, dproducts, True, q.dtype)), keys.k, OPTIONS) * scale  # [M, D]
+        dq = multiply(tl.trans(dot_operand(dproducts, q.dtype)), keys.k, OPTIONS) * scale  # [M, D]
         target = head_rows(backward.dq, batch, head, dq_batch, dq_head, dq_row, query_length, OPTIONS)
         store_unrotated(target, dq, angles, first_row, OPTIONS)
     dk, dv = gradient.dk * scale, gradient.dv * dropout_scale(keys_stage)
