@@ -78,7 +78,7 @@ def _decode(tensors: Tensors) -> tuple[Tensors, dict[str, Any]]:
 def _padded(tensors: Tensors) -> tuple[Tensors, dict[str, Any]]:
     k = tensors["k"]
     lengths = torch.tensor([k.shape[2], max(1, k.shape[2] // 2)], device=k.device)
-    return {"key_padding_mask": torch.arange(k.shape[2], device=k.device) < lengths[:, None]}, {}
+    return {"key_padding_mask": torch.arange(k.shape[2], device=k.device) < lengths[:, None]}, {"dropout_p": 0.1}
 
 
 def _biased(tensors: Tensors) -> tuple[Tensors, dict[str, Any]]:
