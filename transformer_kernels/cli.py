@@ -65,6 +65,7 @@ GROUPS = {  # of the options of every recipe; the others belong to the recipe
     ),
     "output": ("out", "log_every", "eval_every", "save_every", "tensorboard", "progress"),
 }
+TEXTS = {"texts", "text", "pair", "prompt", "stop", "sentences", "word", "expression", "to"}  # arguments that are read
 SAME = {"corpus": "--data", "text": "--data"}  # fields whose option has this name, too
 
 KERNEL_BACKENDS = ("cpu", "triton", "cuda")
@@ -82,7 +83,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     forwarded = arguments[:1] in (["bench"], ["kernels"])
     chosen = None if forwarded else _parser().parse_args(arguments, argparse.Namespace(arguments=arguments))
     try:
-        return _forwarded(arguments[0], arguments[1:]) if chosen is None else chosen.run(chosen) or 0
+        if chosen is None:
+            return _forwarded(arguments[0], arguments[1:])
+        _check_texts(chosen)
+        return chosen.run(chosen) or 0
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
@@ -102,6 +106,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             print(f"transformer-kernels: {shown}", file=sys.stderr)  # a path may have a terminal's escape sequences
         return 128 + error.signum if hasattr(error, "signum") else 1
+
+
+def _check_texts(chosen: argparse.Namespace) -> None:
+    """ValueError for a text of the command line in another encoding than UTF-8, unless it is the name of a file."""
+    for name in TEXTS & vars(chosen).keys():
+        given = getattr(chosen, name) or ()
+        for text in [given] if isinstance(given, str) else given:
+            if any("\ud800" <= character <= "\udfff" for character in text) and not os.path.exists(text):
+                raise ValueError(f"{name}: not UTF-8 text: {text!r}")
 
 
 def _is_out_of_memory(error: Exception) -> bool:
@@ -442,8 +455,8 @@ def _train(chosen: argparse.Namespace) -> int:
         trainer = Trainer(find_recipe(config.recipe)(config), processes)
         if start is not None:
             trainer.restore(start)
-        with _certified(trainer) if chosen.certify and processes.first else contextlib.nullcontext():
-            result = trainer.fit(overwrite=chosen.overwrite)
+        around = _certified(trainer) if chosen.certify and processes.first else contextlib.nullcontext()
+        result = trainer.fit(overwrite=chosen.overwrite, around=around)
         if processes.first:
             print(describe_result(trainer, result))
             if report := trainer.recipe.report(trainer.model, trainer.device):
@@ -572,7 +585,10 @@ def _sampling(chosen: argparse.Namespace, greedy: bool, **more: float) -> Any:
 
 
 def _texts(chosen: argparse.Namespace, what: str) -> list[str]:
-    texts = chosen.texts or [line for line in sys.stdin.read().splitlines() if line.strip()]
+    try:
+        texts = chosen.texts or [line for line in sys.stdin.read().splitlines() if line.strip()]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{what}: standard input is not UTF-8 text: {error.reason} at byte {error.start}") from error
     if not texts:
         raise ValueError(f"there is nothing to {what}: pass texts as arguments, or lines on standard input")
     for number, text in enumerate(texts, 1):
@@ -667,6 +683,8 @@ def _speedrun(chosen: argparse.Namespace) -> None:
     from transformer_kernels.training.speedrun import add_line, speedrun
 
     environment = _of_the_checkout("benchmarks.environment", "speedrun")  # names the processor and the commit
+    Path(chosen.board).parent.mkdir(parents=True, exist_ok=True)
+    Path(chosen.board).open("a").close()  # before the training, not after it
     given = {name: getattr(chosen, name) for name in ("threads", "seed", "data_dir", "backend", "out")}
     given |= options.replaced_length({"time_limit": chosen.budget}) | {"device": "cpu"}
     from_file = options.read_config_file(chosen.config)

@@ -6,6 +6,7 @@ A `Layout` specifies for each of our parameters the source tensors, which are co
 
 from __future__ import annotations
 
+import math
 import reprlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -358,8 +359,8 @@ def llama_config(theirs: dict[str, Any], names: set[str]) -> GPTConfig:
     rotary = theirs.get("rope_parameters") or {"rope_theta": theirs.get("rope_theta", 10_000.0)}
     rotary = {**rotary, **(theirs.get("rope_scaling") or {})}
     kind = rotary.get("rope_type", rotary.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise ValueError(f"rope_type must be 'default' or 'llama3'; got {reprlib.repr(kind)}")
+    if kind not in ("default", "llama3") or rotary.get("type", kind) != kind:
+        raise ValueError(f"rope_type must be 'default' or 'llama3'; got {reprlib.repr(rotary.get('type', kind))}")
     require(rotary, partial_rotary_factor=1.0)
     if unknown := rotary.keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor", *ROTARY_SCALING}:
         raise ValueError(f"rope_parameters: {', '.join(sorted(unknown))} is not supported")
@@ -368,12 +369,25 @@ def llama_config(theirs: dict[str, Any], names: set[str]) -> GPTConfig:
         activation="swiglu",
         norm="rms",
         positions="rotary",
-        rotary_base=rotary["rope_theta"],
-        rotary_scaling=tuple(rotary[name] for name in ROTARY_SCALING) if kind == "llama3" else None,
+        rotary_base=_positive(rotary, "rope_theta"),
+        rotary_scaling=_rotary_scaling(rotary) if kind == "llama3" else None,
         dropout=0.0,
         ffn_bias=False,
         tied=read_flag(theirs, "tie_word_embeddings", False),
     )
+
+
+def _positive(rotary: dict[str, Any], name: str) -> float:
+    if type(value := rotary[name]) not in (int, float) or not 0 < value < math.inf:
+        raise ValueError(f"{name} must be a positive number; got {reprlib.repr(value)}")
+    return value
+
+
+def _rotary_scaling(rotary: dict[str, Any]) -> tuple[float, ...]:
+    found = tuple(_positive(rotary, name) for name in ROTARY_SCALING)
+    if not found[1] < found[2]:
+        raise ValueError(f"low_freq_factor must be below high_freq_factor; got {found[1]} and {found[2]}")
+    return found
 
 
 def describe_llama(ours: GPTConfig) -> dict[str, Any]:

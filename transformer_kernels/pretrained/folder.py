@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,13 +34,27 @@ def check_regular(path: Path) -> None:
         raise ValueError(f"{path}: must be a regular file")
 
 
+def read_text(path: Path) -> str:
+    """The text of a regular file in UTF-8, without a byte order mark.
+
+    Raises:
+        ValueError: not UTF-8, or no regular file.
+    """
+    check_regular(path)
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from error
+
+
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; NaN and infinities, which are not JSON, are refused."""
+    """The object in a JSON file; NaN and infinities, which are not JSON, and names that are given twice are refused."""
     check_regular(path)
     if (size := path.stat().st_size) > MAX_JSON_BYTES:
         raise ValueError(f"{path}: must have at most {MAX_JSON_BYTES} bytes; got {size}")
+    text = read_text(path)
     try:
-        value = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+        value = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not JSON: {error}") from None
     if not isinstance(value, dict):
@@ -49,6 +64,13 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"the number {name}")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError(f"{Counter(name for name, _ in pairs).most_common(1)[0][0]!r} is given twice")
+    return values
 
 
 def read_weights(folder: Path) -> dict[str, Stored]:

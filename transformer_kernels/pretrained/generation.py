@@ -39,6 +39,8 @@ class Sampling:
             raise ValueError(f"top_k must not be negative (0 means all tokens); got {self.top_k}")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p must be in (0, 1]; got {self.top_p}")
+        if not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"seed must be an integer of 64 bits; got {self.seed}")
         if not 0.0 < self.repetition_penalty < float("inf"):
             raise ValueError(f"repetition_penalty must be positive and finite; got {self.repetition_penalty}")
 

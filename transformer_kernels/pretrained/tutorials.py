@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from transformer_kernels._bind import build
+from transformer_kernels.pretrained.folder import check_regular
 
 if TYPE_CHECKING:
     from python_ref.layers import Transformer
@@ -25,7 +25,9 @@ ATTENTION = r"(?:attention|self_attention|attn|self_attn|enc_self_attn|mha|sa)\.
 FEED_FORWARD = r"(?:ffn|pos_ffn|ffwd|feed_forward|mlp|positionwise_feed_forward)\.(?:net\.|layers?\.)?"
 NORM = r"(?:\.(?:ln|norm|layer_norm))?"
 TABLE = r"(?:_?emb(?:ed(?:dings?)?)?)?(?:_table)?"
-LAYER = re.compile(r"(?:\w+\.)?(?:blks|blocks|layers|transformer_blocks|encoder_layers|h)\.(?:block)?(\d+)\.(.+)")
+LAYER = re.compile(
+    r"(?:\w+\.)?(?:blks|blocks|layers|transformer_blocks|encoder_layers|h)\.(?:block)?([0-9]{1,9})\.(.+)"
+)
 IN_A_LAYER = {
     ATTENTION
     + r"(?:heads\.(\d+)\.)?(?:[Ww]_?|to_)?([qkvQKV])(?:uery|ey|alue)?(?:_proj|_linear|_lin)?": "attention.qkv",
@@ -80,7 +82,10 @@ def load_tutorial(
         raise ValueError(f"load_tutorial: preset must be one of {', '.join(HEADS)}; got {preset!r}")
     path = Path(path)
     state = _renamed(path, preset, names or {})
-    model = build(preset, backend, **{**_read_off(state, preset), **fields})
+    found = {**_read_off(state, preset), **fields}
+    if found.get("layers", 1) > max(1, len(state)):
+        raise ValueError(f"{path}: {found['layers']} layers are named; there are {len(state)} tensors")
+    model = build(preset, backend, **found)
     own = model.state_dict()
     wrong = [f"{name} is missing" for name in own if name not in state]
     wrong += [f"{name} is unknown to the model" for name in state if name not in own]
@@ -107,25 +112,38 @@ def _renamed(path: Path, preset: str, names: Mapping[str, str]) -> dict[str, Ten
             unknown.append(name)
     if unknown:
         raise ValueError(f"{path}: unknown names; map them to ours with names=: {', '.join(unknown)}")
-    state = {name: torch.cat([stored[part] for part in sorted(stored)]) for name, stored in parts.items()}
-    if POSITIONS in state:
-        state[POSITIONS] = state[POSITIONS].flatten(0, -2)  # (1, L, E) or (L, E)
+    try:
+        state = {name: torch.cat([stored[part] for part in sorted(stored)]) for name, stored in parts.items()}
+        if POSITIONS in state:
+            state[POSITIONS] = state[POSITIONS].flatten(0, -2)  # (1, L, E) or (L, E)
+    except (RuntimeError, IndexError) as error:
+        raise ValueError(f"{path}: tensors of shapes that no model has: {error}") from None
     return state
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file")
+    check_regular(path)
     try:
         given = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+    except Exception as error:  # of every kind, for damaged bytes
         reason = str(error).partition("\n")[0]
         raise ValueError(f"{path}: not a state dict that can be loaded without executing code: {reason}") from None
     if isinstance(given, dict):
         given = next((given[name] for name in NESTED if isinstance(given.get(name), dict)), given)
     if not isinstance(given, dict) or not all(isinstance(tensor, Tensor) for tensor in given.values()):
         raise ValueError(f"{path}: must contain a state dict (a dictionary of tensors); got {type(given).__name__}")
+    if wrong := sorted(str(name) for name, tensor in given.items() if not _is_ordinary(tensor)):
+        raise ValueError(f"{path}: expected finite numbers, stored in full; not so: {', '.join(wrong)}")
     return {str(name).removeprefix("module.").removeprefix("_orig_mod."): tensor for name, tensor in given.items()}
+
+
+def _is_ordinary(tensor: Tensor) -> bool:
+    """Whether it is a dense tensor of real numbers, finite, each of them stored."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
+        return False
+    if tensor.is_complex() or tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+        return False
+    return bool(tensor.float().isfinite().all())
 
 
 def _translated(name: str, preset: str) -> tuple[str | None, tuple[int, int]]:
@@ -148,7 +166,7 @@ def _translated(name: str, preset: str) -> tuple[str | None, tuple[int, int]]:
 def _read_off(state: Mapping[str, Tensor], preset: str) -> dict[str, Any]:
     """The configuration fields that can be inferred from the tensors."""
     tokens, up = state.get("embedding.tokens.weight"), state.get("blocks.0.feed_forward.up.weight")
-    if tokens is None or up is None:
+    if tokens is None or up is None or tokens.dim() != 2 or up.dim() != 2:
         return {}
     fields: dict[str, Any] = {"vocab_size": tokens.shape[0], "width": tokens.shape[1], "ffn_width": up.shape[0]}
     fields["layers"] = 1 + max(int(name.split(".")[1]) for name in state if name.startswith("blocks."))

@@ -392,6 +392,8 @@ def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     numpy_words, position, has_gauss, cached = state["numpy"]
+    if not 0 <= position <= len(numpy_words):  # NumPy would read beyond the state
+        raise ValueError(f"random: NumPy's position must be at most {len(numpy_words)}; got {position}")
     numpy.random.set_state(("MT19937", numpy.array(numpy_words, dtype=numpy.uint32), position, has_gauss, cached))
     torch.set_rng_state(_from_base64(state["torch"]))
     if device.type == "cuda" and "cuda" in state:

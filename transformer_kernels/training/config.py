@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 import math
+import reprlib
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,12 +19,14 @@ from torch import nn
 
 from transformer_kernels._bind import build
 from transformer_kernels.backends.dispatch import BACKENDS as NAMED_BACKENDS
+from transformer_kernels.pretrained.folder import read_object, read_text
 from transformer_kernels.training._optional import require
 
 BACKENDS = ("auto", *NAMED_BACKENDS, "reference")
 DTYPES = ("auto", "float32", "tf32", "bfloat16", "float16")
 UNITS = {"s": 1, "m": 60, "h": 3600}
 LEAST_1 = ("steps", "epochs", "batch_size", "accumulate", "log_every", "eval_every", "save_every")
+LIMITS = {"threads": 4096, "lr": 1e30}  # OpenMP ends a process that cannot start a thread; the rate is a float32
 LENGTHS = {"steps": None, "epochs": None, "time_limit": 0.0}  # options that end a run, with the values that do not
 
 
@@ -119,6 +121,7 @@ class TrainingConfig:
     default_length: typing.ClassVar[tuple[str, int]] = ("epochs", 1)  # used if no length is given
     counts: typing.ClassVar[tuple[str, ...]] = LEAST_1  # options of at least 1
     fractions: typing.ClassVar[tuple[str, ...]] = ("beta2",)  # options in [0, 1)
+    limits: typing.ClassVar[dict[str, float]] = LIMITS  # options and their largest value
 
     def __post_init__(self) -> None:
         for spec, kind in typed_fields(type(self)):
@@ -137,6 +140,9 @@ class TrainingConfig:
         for name in ("lr", "warmup_steps", "weight_decay", "clip", "patience", "time_limit", "seed", "threads"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be finite and not negative; got {getattr(self, name)}")
+        for name, most in self.limits.items():
+            if getattr(self, name) > most:
+                raise ValueError(f"{name} must be at most {most:,}; got {getattr(self, name)}")
         for name in self.fractions:
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1); got {getattr(self, name)}")
@@ -179,9 +185,11 @@ def convert(name: str, value: Any, kind: Any) -> Any:
     except (TypeError, ValueError):
         converted = None
     lost = converted is None or (kind in (int, str, bool) and not isinstance(value, str) and converted != value)
-    if lost or (kind is bool and not isinstance(value, bool)):
+    if lost or isinstance(value, bool) != (kind is bool):
         wanted = "a duration such as 90, 5m or 1h" if kind is Duration else f"of type {kind.__name__}"
-        raise ValueError(f"{name} must be {wanted}; got {value!r}")
+        raise ValueError(f"{name} must be {wanted}; got {reprlib.repr(value)}")
+    if kind is int and not -(2**63) <= converted < 2**63:
+        raise ValueError(f"{name} must be an integer of 64 bits; got {reprlib.repr(converted)}")
     return converted
 
 
@@ -200,33 +208,47 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path}: no such config file; the bundled ones are {', '.join(bundled)}")
     if path.is_dir():
         raise ValueError(f"{path}: a folder; a config is a .yaml, .toml or .json file, or one of {', '.join(bundled)}")
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".toml":
-        try:
-            import tomllib
-        except ImportError:
-            tomllib = require("tomli")
-        values = tomllib.loads(text)
-    elif path.suffix == ".json":
-        try:
-            values = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}: not JSON: {error}") from error
-    elif path.suffix in (".yaml", ".yml"):
-        yaml = require("yaml")
-        try:
-            values = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            mark = getattr(error, "problem_mark", None)
-            where = f", line {mark.line + 1}" if mark else ""
-            raise ValueError(f"{path}{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from error
-    else:
+    if path.suffix not in READERS:
         raise ValueError(f"{path}: a config file ends in .yaml, .yml, .toml or .json")
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
+    if path.suffix == ".json":
+        return read_object(path)
+    values = READERS[path.suffix](path, read_text(path))
+    if not isinstance(values, dict | None):
         raise ValueError(f"{path}: expected names and values at the top level; got a {type(values).__name__}")
-    return values
+    return values or {}
+
+
+def _read_toml(path: Path, text: str) -> Any:
+    try:
+        import tomllib
+    except ImportError:
+        tomllib = require("tomli")
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not valid TOML: {error}") from error
+
+
+def _read_yaml(path: Path, text: str) -> Any:
+    yaml: Any = require("yaml")
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            names = [name.value for name, _ in node.value]
+            for index, name in enumerate(names):
+                if name in names[:index]:
+                    raise yaml.constructor.ConstructorError(None, None, f"{name} is given twice", node.start_mark)
+            return super().construct_mapping(node, deep)
+
+    try:
+        return yaml.load(text, Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        raise ValueError(f"{path}{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from error
+
+
+READERS: dict[str, Any] = {".yaml": _read_yaml, ".yml": _read_yaml, ".toml": _read_toml, ".json": None}
 
 
 def resumed_config(saved: TrainingConfig, changes: Mapping[str, Any]) -> Any:

@@ -14,6 +14,7 @@ from transformer_kernels.pretrained.generation import Sampling, draw
 from transformer_kernels.training._optional import require
 
 GREEDY = Sampling(temperature=0.0)
+MAX_BEAMS = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,8 @@ class BeamSearch:
     def __post_init__(self) -> None:
         if self.width < 1:
             raise ValueError(f"beam must be at least 1; got {self.width}")
+        if self.width > MAX_BEAMS:
+            raise ValueError(f"beam must be at most {MAX_BEAMS:,}; got {self.width}")
         if not 0.0 <= self.length_penalty < float("inf"):
             raise ValueError(f"length_penalty must be finite and not negative; got {self.length_penalty}")
 

@@ -27,6 +27,18 @@ from transformer_kernels.training.heartbeat import Heartbeat
 _agreements = itertools.count()
 
 
+LAUNCHED = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that torchrun sets beside WORLD_SIZE."""
+
+
+def environment_number(name: str, default: int = 0) -> int:
+    """The whole number in an environment variable."""
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal():
+        raise ValueError(f"{name} must be a whole number; got {text!r}")
+    return int(text)
+
+
 def _store() -> dist.Store:
     """Key-value store of the process group."""
     return dist.PrefixStore("transformer_kernels", dist.distributed_c10d._get_default_store())
@@ -90,10 +102,13 @@ class Processes:
 @contextmanager
 def joined_processes() -> Iterator[Processes]:
     """Initialise the process group of torchrun's processes: gloo on the CPU, NCCL for gradients on GPUs."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if environment_number("WORLD_SIZE", 1) == 1:
         yield Processes()
         return
-    local_rank = int(os.environ["LOCAL_RANK"])
+    missing = [name for name in LAUNCHED if name not in os.environ]
+    if missing:
+        raise ValueError(f"WORLD_SIZE is set, but not {', '.join(missing)}: start with torchrun, or unset WORLD_SIZE")
+    local_rank = environment_number("LOCAL_RANK")
     backend = "gloo"
     if torch.cuda.is_available() and local_rank < torch.cuda.device_count():
         torch.cuda.set_device(local_rank)
@@ -191,7 +206,7 @@ def choose_device(name: str, processes: Processes) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {name!r}: this PyTorch sees no GPU; use --device cpu")
     try:
-        torch.empty(0, device=device)
+        torch.zeros((), device=device).item()  # fails on "meta", too
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ValueError(f"device {name!r} cannot be used: {str(error).partition(chr(10))[0]}") from error
     return device

@@ -48,7 +48,8 @@ def speedrun(config: CharGPTConfig) -> dict[str, Any]:
 
 def add_line(board: Path, row: dict[str, Any]) -> None:
     """Append a line to a Markdown table, which is created with its header if there is none."""
-    rows = [row.values()] if board.exists() else [row, ["---"] * len(row), row.values()]
+    has_header = board.exists() and board.stat().st_size
+    rows = [row.values()] if has_header else [row, ["---"] * len(row), row.values()]
     board.parent.mkdir(parents=True, exist_ok=True)
     with board.open("a", encoding="utf-8") as file:
         file.writelines(f"| {' | '.join(map(str, cells))} |\n" for cells in rows)

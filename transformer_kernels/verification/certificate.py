@@ -389,7 +389,7 @@ def certify(file: str | os.PathLike[str] | None = None, *, share: float = SHARE)
         a context manager that gives a `Certificate`; print it.
 
     Raises:
-        ValueError: share is not in (0, 1].
+        ValueError: share is not in (0, 1], or the file is a folder.
         RuntimeError: a certificate is being made already.
 
     Examples:
@@ -403,6 +403,10 @@ def certify(file: str | os.PathLike[str] | None = None, *, share: float = SHARE)
     if dispatch.observer is not None:
         raise RuntimeError("certify: a certificate is being made already")
     certificate = Certificate(None if file is None else Path(file), share)
+    if certificate.file is not None:  # before the run, not after it
+        certificate.file.parent.mkdir(parents=True, exist_ok=True)
+        if certificate.file.is_dir():
+            raise ValueError(f"certify: {file} is a folder; pass the name of a file")
     certificate._began = time.perf_counter()
     dispatch.observe(certificate.watched)
     try:
@@ -412,32 +416,44 @@ def certify(file: str | os.PathLike[str] | None = None, *, share: float = SHARE)
         dispatch.observe(None)
         certificate.seconds = time.perf_counter() - certificate._began
         if certificate.file is not None:
-            certificate.file.parent.mkdir(parents=True, exist_ok=True)
             certificate.file.write_text(json.dumps(certificate.record(), indent=1) + "\n", "utf-8")
 
 
 def replay(path: str) -> bool:
     """Check a saved sample, as it was and computed again by the same backend; prints both, true if both are within."""
-    values = torch.load(path, weights_only=True)
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{path}: no such file; expected the saved sample of a certificate")
+    try:
+        values = torch.load(path, weights_only=True)
+    except Exception as error:  # of every kind, for damaged bytes
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{path}: not the sample of a certificate: {reason}") from error
+    try:
+        stored, again = _replayed(values)
+    except (AttributeError, LookupError, TypeError) as error:
+        raise ValueError(f"{path}: not the sample of a certificate: {error!r}") from error
+    operation, within = stored.operation, True
+    for label, observed in (("as stored", stored), ("computed again", again)):
+        for name, errors, share in check(observed):
+            within &= share <= 1.0
+            print(f"{operation.name} {observed.direction}, {name}, {label}: {share:.3g} of the budget ({errors})")
+    return within
+
+
+def _replayed(values: dict[str, Any]) -> tuple[Observed, Observed]:
+    """A saved pass, and the same one computed now."""
     operation: Any = dispatch.OPERATIONS[values["operation"]]
     call, given = operation.nested(values["call"]), values["result"]
     result = given[0] if operation.result is None else operation.result(*given)
     if values["grads"] is None:
         stored = Observed(operation, call, result)
         kernels = dispatch.select(operation, values["backend"], call).of(call)
-        again = stored._replace(result=kernels.forward(call))
-    else:
-        grads, wanted = tuple(values["grads"]), tuple(values["wanted"])
-        stored = Observed(operation, call, result, grads, wanted, tuple(values["gradients"]))
-        shaped = operation._with_shapes(call, result)
-        kernels = dispatch.select(operation, values["backend"], shaped).of(shaped)
-        again = stored._replace(gradients=kernels.backward(call, result, grads, wanted))
-    within = True
-    for label, observed in (("as stored", stored), ("computed again", again)):
-        for name, errors, share in check(observed):
-            within &= share <= 1.0
-            print(f"{operation.name} {observed.direction}, {name}, {label}: {share:.3g} of the budget ({errors})")
-    return within
+        return stored, stored._replace(result=kernels.forward(call))
+    grads, wanted = tuple(values["grads"]), tuple(values["wanted"])
+    stored = Observed(operation, call, result, grads, wanted, tuple(values["gradients"]))
+    shaped = operation._with_shapes(call, result)
+    kernels = dispatch.select(operation, values["backend"], shaped).of(shaped)
+    return stored, stored._replace(gradients=kernels.backward(call, result, grads, wanted))
 
 
 def _sum_of_bits(x: Tensor) -> int:

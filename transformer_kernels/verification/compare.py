@@ -120,7 +120,9 @@ def compare(model: nn.Module, batch: Any, *, loss: Loss | None = None) -> Compar
         a `Comparison`; print its repr for the table.
 
     Raises:
-        TypeError: not a module, or its result has no tensor of floating point.
+        TypeError: not a module or one that cannot be copied, or its result has no tensor of floating point, or its loss
+            is no scalar tensor.
+        ValueError: the model does not run in float64.
 
     Examples:
         >>> model = torch.nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
@@ -128,17 +130,30 @@ def compare(model: nn.Module, batch: Any, *, loss: Loss | None = None) -> Compar
         >>> comparison.first is None
         True
     """
-    if not isinstance(model, nn.Module):
+    if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
         raise TypeError(f"compare: model must be a torch.nn.Module; got {type(model).__name__}")
-    ours, computed_by, around = _on_kernels(model)
-    plain = _on_torch(model)
+    with torch.inference_mode(False):
+        return _compared(model, batch, loss)
+
+
+def _compared(model: nn.Module, batch: Any, loss: Loss | None) -> Comparison:
+    try:
+        ours, plain = copy.deepcopy(model), copy.deepcopy(model)
+    except (TypeError, RuntimeError) as error:
+        raise TypeError(f"compare: the model cannot be copied: {str(error).partition(chr(10))[0]}") from error
+    computed_by, around = _on_kernels(ours)
+    _on_torch(plain)
     exact = copy.deepcopy(plain).double()
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")
     got = _run(ours, batch, loss, around)
     with use_backend("torch"):
         eager = _run(plain, batch, loss, nullcontext())
         widened = pytree.tree_map(lambda x: x.double() if _is_floating(x) else x, batch)
-        wanted = _run(exact, widened, loss, torch.autocast(device, enabled=False))
+        try:
+            wanted = _run(exact, widened, loss, torch.autocast(device, enabled=False))
+        except RuntimeError as error:  # of a model that casts to another dtype by name
+            reason = str(error).partition("\n")[0]
+            raise ValueError(f"compare: the model does not run in float64, but in its own dtype: {reason}") from error
 
     @functools.cache
     def rounded() -> dict[str, Any]:
@@ -148,7 +163,7 @@ def compare(model: nn.Module, batch: Any, *, loss: Loss | None = None) -> Compar
     rows = []
     for kind, factor in (("output", OUTPUT_FACTOR), ("gradient", GRADIENT_FACTOR)):
         found, plainly, truly = got[kind], eager[kind], wanted[kind]
-        sizes = {name: float(value.abs().max()) if value.numel() else 0.0 for name, value in truly.items()}
+        sizes = {name: _largest(value) for name, value in truly.items()}
         magnitude = max(sizes.values(), default=0.0) if kind == "gradient" else None
         for name, value in truly.items():
             if name in found and name in plainly and found[name].shape == value.shape == plainly[name].shape:
@@ -161,22 +176,20 @@ def compare(model: nn.Module, batch: Any, *, loss: Loss | None = None) -> Compar
     return Comparison(tuple(rows), computed_by)
 
 
-def _on_kernels(model: nn.Module) -> tuple[nn.Module, str, AbstractContextManager[Any]]:
-    """A copy that runs on these kernels, how, and the context in which it does."""
-    ours = copy.deepcopy(model)
+def _on_kernels(ours: nn.Module) -> tuple[str, AbstractContextManager[Any]]:
+    """Let a copy run on these kernels; returns how, and the context in which it does."""
     if any(isinstance(module, Patched) for module in ours.modules()):
-        return ours, "the patched model", nullcontext()
+        return "the patched model", nullcontext()
     if any(_backend_attribute(module) for module in ours.modules()):
-        return ours, "the model's own calls", nullcontext()
+        return "the model's own calls", nullcontext()
     report = patch(ours)
     if report.patched:
-        return ours, f"{len(report.patched)} modules patched", nullcontext()
-    return ours, "inside accelerate()", accelerate()
+        return f"{len(report.patched)} modules patched", nullcontext()
+    return "inside accelerate()", accelerate()
 
 
-def _on_torch(model: nn.Module) -> nn.Module:
-    """An unpatched copy, whose calls of this package follow `use_backend`."""
-    plain = copy.deepcopy(model)
+def _on_torch(plain: nn.Module) -> None:
+    """Unpatch a copy; its calls of this package follow `use_backend`."""
     unpatch(plain)
     for module in plain.modules():
         attribute = _backend_attribute(module)
@@ -184,7 +197,6 @@ def _on_torch(model: nn.Module) -> nn.Module:
             module.ops = type(module.ops)(None)  # type: ignore[operator]
         elif attribute == "backend":
             module.backend = None  # type: ignore[assignment]
-    return plain
 
 
 def _rounded(exact: nn.Module, plain: nn.Module) -> nn.Module:
@@ -208,6 +220,11 @@ def _is_floating(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
+def _largest(x: Tensor) -> float:
+    """The largest finite element, in absolute value."""
+    return float(x.abs().nan_to_num(0.0, 0.0, 0.0).max()) if x.numel() else 0.0
+
+
 def _first(values: Any) -> Tensor | None:
     return next(filter(_is_floating, pytree.tree_leaves(values)), None)
 
@@ -226,13 +243,18 @@ def _run(model: nn.Module, batch: Any, loss: Loss | None, around: AbstractContex
 
     hooks = [part.register_forward_hook(keep(name or THE_MODEL)) for name, part in model.named_modules()]
     model.eval().zero_grad()
+    batch = pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, batch)  # it may be written to
     with torch.random.fork_rng(), torch.enable_grad(), around:
         torch.manual_seed(0)
         if isinstance(batch, Mapping):
             result = model(**batch)
         else:
             result = model(*batch) if isinstance(batch, tuple) else model(batch)
-        (_loss_of(result) if loss is None else loss(result)).backward()
+        scalar = _loss_of(result) if loss is None else loss(result)
+        if not isinstance(scalar, Tensor) or scalar.numel() != 1:
+            raise TypeError(f"compare: loss must return a scalar tensor; got {scalar!r:.80}")
+        if scalar.requires_grad:  # a frozen model has outputs only
+            scalar.backward()
     for hook in hooks:
         hook.remove()
     return {

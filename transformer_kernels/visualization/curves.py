@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from python_ref.positions import rotary, rotary_table, sinusoidal_positions
 from transformer_kernels.training._optional import require
+from transformer_kernels.training.data.sampler import checked_number
 from transformer_kernels.visualization.figures import new_figure, write_figure
 
 KINDS = ("integer", "fraction", "binary", "sinusoidal", "rotary")
@@ -107,13 +109,13 @@ def read_log(folder: str | Path) -> list[dict[str, Any]]:
             continue
         try:
             line = _entry(text)
-            if line is None:
-                warnings.warn(f"{path}, line {number}: cut short, skipped: {text!r:.80}", stacklevel=2)
-                continue
-            if line["event"] == "start":
-                lines = [earlier for earlier in lines if earlier["step"] <= line["step"]]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise ValueError(f"{path}, line {number}: not a log entry of a run: {text!r:.80}") from None
+        if line is None:
+            warnings.warn(f"{path}, line {number}: cut short, skipped: {text!r:.80}", stacklevel=2)
+            continue
+        if line["event"] == "start":
+            lines = [earlier for earlier in lines if earlier["step"] <= line["step"]]
         lines.append(line)
     if not any(line["event"] == "train" for line in lines):
         raise ValueError(f"{path}: no step of training is logged yet")
@@ -123,11 +125,15 @@ def read_log(folder: str | Path) -> list[dict[str, Any]]:
 def _entry(text: str) -> Any:
     """The entry in a line; None if a full disk or a kill cut the line, before a line break or before the next entry."""
     try:
-        return json.loads(text)
+        line = json.loads(text)
     except ValueError:
         if not text.startswith('{"event": '):
             raise
         return None
+    checked_number(line, "step")
+    for name in {"loss", "accuracy", "seconds"} & line.keys():
+        checked_number(line, name, float)
+    return line if isinstance(line["event"], str) else None
 
 
 def draw_runs(folders: list[str], path: str | Path) -> None:
@@ -150,7 +156,7 @@ def draw_runs(folders: list[str], path: str | Path) -> None:
         axes.grid(alpha=0.3)
         if len(logs) == 1 and (clock := _clock(*logs.values())):
             unit, *functions = clock
-            times = axes.secondary_xaxis("top", functions=functions)
+            times = axes.secondary_xaxis("top", functions=tuple(functions))
             times.set_xlabel(unit, fontsize=8)
             times.xaxis.get_major_locator().set_params(nbins=5)
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncol=2, fontsize=8)
@@ -164,7 +170,8 @@ def _clock(lines: list[dict[str, Any]]) -> tuple[str, Any, Any] | None:
     points: list[tuple[int, float]] = []
     before = latest = 0.0
     for line in lines:
-        if line["event"] == "train" and "seconds" in line:
+        is_later = line["step"] > (points[-1][0] if points else -1)
+        if line["event"] == "train" and is_later and 0.0 <= line.get("seconds", -1.0) < math.inf:
             before += latest if line["seconds"] < latest else 0.0  # a resumed run of earlier versions
             latest = line["seconds"]
             points.append((line["step"], before + latest))

@@ -14,6 +14,7 @@ import numpy as np
 
 from transformer_kernels.training._optional import require
 from transformer_kernels.training.checkpoint import checkpoint_folder
+from transformer_kernels.training.config import read_config_file
 from transformer_kernels.training.data.files import write_atomically
 from transformer_kernels.training.loop.trainer import Trainer
 from transformer_kernels.training.recipes.char_gpt import CharGPT, CharGPTConfig
@@ -75,7 +76,9 @@ def fit_power_law(points: list[Point]) -> PowerLaw:
     varied = {name: values for name, values in columns.items() if len(set(values)) > 1}
     design = np.array([[1.0] * len(points), *varied.values()]).T
     logs = np.log([p.loss for p in points])
-    solution, *_ = np.linalg.lstsq(design, logs, rcond=None)
+    solution, _, rank, _ = np.linalg.lstsq(design, logs, rcond=None)
+    if rank < design.shape[1]:
+        raise ValueError("sweep: parameters and tokens vary together; a power law needs them to vary on their own")
     variance = np.square(logs - design @ solution).sum() / (len(points) - design.shape[1])
     errors = np.sqrt(np.diag(variance * np.linalg.inv(design.T @ design)))
     found = dict.fromkeys(("alpha", "alpha_error", "beta", "beta_error"), 0.0)
@@ -107,7 +110,7 @@ class Sweep(NamedTuple):
             read_size(size)
         sizes, tokens = set(self.sizes), set(self.tokens)
         check_enough(len(sizes) * len(tokens), len(sizes), len(tokens))
-        config = CharGPTConfig(**self.options)
+        config = CharGPTConfig.from_values(self.options, "sweep")
         per_step = config.batch_size * config.context
         if min(tokens) < per_step:
             raise ValueError(f"sweep: a step takes {per_step} tokens, more than a budget of {min(tokens)}")
@@ -182,12 +185,24 @@ def read_sweep(folder: str | Path) -> Sweep:
     path = Path(folder) / RECORD
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; pass the folder of a sweep, such as runs/sweep")
+    record = read_config_file(path)
     try:
-        record = json.loads(path.read_text())
         points = [Point(**point) for point in record["points"]]
-        return Sweep(list(record["sizes"]), list(record["tokens"]), dict(record["options"]), points)
+        for point in points:
+            read_size(point.size)
+            if not (type(point.parameters) is type(point.tokens) is int and type(point.loss) in (int, float)):
+                raise ValueError(f"expected numbers; got {point}")
+            if not (point.parameters > 0 and point.tokens > 0 and 0 < point.loss < math.inf):
+                raise ValueError(f"expected positive numbers; got {point}")
+        sweep = Sweep(list(record["sizes"]), list(record["tokens"]), dict(record["options"]), points)
+        if not all(type(budget) is int for budget in sweep.tokens):
+            raise ValueError(f"expected numbers of tokens; got {sweep.tokens}")
+        for size in sweep.sizes:
+            read_size(size)
+        CharGPTConfig.from_values(sweep.options, "options")
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: not the record of a sweep: {error!r}") from None
+        raise ValueError(f"{path}: not the record of a sweep: {error}") from None
+    return sweep
 
 
 def draw_sweep(points: list[Point], law: PowerLaw, path: str | Path) -> None:

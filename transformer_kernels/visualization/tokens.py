@@ -13,7 +13,7 @@ from python_ref import GPT, BERTClassifier
 from python_ref.encoder import Encoder
 from python_ref.vit import ViT
 from transformer_kernels.training._optional import require
-from transformer_kernels.training.data.tokenizers import CharacterTokenizer, LearnedTokenizer
+from transformer_kernels.training.data.tokenizers import MAX_VOCABULARY, CharacterTokenizer, LearnedTokenizer
 from transformer_kernels.training.recipes.vit import read_image
 
 MASKS = ("[MASK]", "<mask>")
@@ -105,6 +105,8 @@ def split_by(tokenizer: Any, text: str, name: str) -> Split:
     if hasattr(tokenizer, "encode_batch"):
         encoding = tokenizer.encode(text)
         return Split(name, tokenizer.get_vocab_size(), encoding.ids, _names(encoding, text))
+    if not hasattr(tokenizer, "encode"):
+        raise ValueError("tokenize: the model has no tokenizer of one language; pass another --checkpoint")
     ids, names, _ = _pieces(tokenizer, text)
     size = tokenizer.mask if isinstance(tokenizer, LearnedTokenizer) else tokenizer.vocabulary_size
     return Split(name, size, ids, names)
@@ -124,8 +126,9 @@ def split_in_every_way(texts: Sequence[str], corpus: str, size: int) -> list[lis
     Schuster, Nakajima, "Japanese and Korean voice search", 2012; Sennrich, Haddow, Birch, "Neural machine translation
     of rare words with subword units", 2016.
     """
-    if size < 300:
-        raise ValueError(f"tokenize: --vocabulary must be at least 300; got {size}")
+    if not 300 <= size <= MAX_VOCABULARY:
+        bound = "at least 300" if size < 300 else f"at most {MAX_VOCABULARY:,}"
+        raise ValueError(f"tokenize: --vocabulary must be {bound}; got {size}")
     package, lines = require("tokenizers"), corpus.splitlines()
     pieces = package.BertWordPieceTokenizer()
     pieces.train_from_iterator(lines, vocab_size=size, show_progress=False)

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from transformer_kernels.pretrained.folder import read_text
 from transformer_kernels.training.data.files import DataFileError, check_hash
 from transformer_kernels.training.step import to_device
 
@@ -28,10 +29,7 @@ def read_corpus(name: str, data_dir: str = "") -> str:
         raise ValueError(f"corpus must be stdlib, tinyshakespeare or a text file; {name!r} is a folder")
     if not path.is_file():
         raise ValueError(f"corpus must be stdlib, tinyshakespeare or a text file; there is no file {name!r}")
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from error
+    return read_text(path)
 
 
 def _stdlib_text() -> str:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from transformer_kernels.backends.build import cache_folder
+from transformer_kernels.pretrained.folder import check_regular, read_text
 from transformer_kernels.training._optional import require
 from transformer_kernels.training.data.files import locked, write_atomically
 from transformer_kernels.training.data.tokenizers import ReviewTokenizer
@@ -61,7 +62,7 @@ def read_reviews(path: str | Path) -> Reviews:
     texts, labels = [], []
     for number, (text, label) in enumerate(rows, start=1):
         key = str(label).strip().lower()
-        if not isinstance(text, str) or key not in LABELS:
+        if not isinstance(text, str) or not _is_unicode(text) or key not in LABELS:
             raise ValueError(f"{path}, row {number}: expected a text and a label of {', '.join(LABELS)}; got {label!r}")
         texts.append(text.replace("<br />", "\n"))
         labels.append(LABELS[key])
@@ -70,10 +71,15 @@ def read_reviews(path: str | Path) -> Reviews:
     return Reviews(texts, labels)
 
 
+def _is_unicode(text: str) -> bool:
+    """False for half of a surrogate pair, which JSON can escape and no tokenizer encodes."""
+    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def _folder_rows(folder: Path) -> Iterator[tuple[str, str]]:
     for label in ("neg", "pos"):
         for path in sorted((folder / label).glob("*.txt")):
-            yield path.read_text(encoding="utf-8"), label
+            yield read_text(path), label
 
 
 def _file_rows(path: Path) -> Iterator[tuple[object, object]]:
@@ -81,18 +87,21 @@ def _file_rows(path: Path) -> Iterator[tuple[object, object]]:
     ending = Path(path.stem).suffix if packed else path.suffix
     if ending not in FORMATS:
         raise ValueError(f"{path}: a data file must end in {', '.join(FORMATS)}, optionally followed by .gz or .xz")
+    check_regular(path)
     data = path.read_bytes()
-    if packed:
-        try:
-            data = OPENERS[packed](data)
-        except (OSError, EOFError, lzma.LZMAError) as error:
-            raise ValueError(f"{path}: corrupt or incomplete {packed} file: {error}") from error
-    if ending == ".parquet":
-        rows = require("pyarrow.parquet").read_table(io.BytesIO(data)).to_pylist()
-    else:
-        lines = io.StringIO(data.decode("utf-8-sig"), newline="")
-        rows = _csv_rows(lines) if ending == ".csv" else _json_rows(path, lines)
-    return _columns(path, rows)
+    try:
+        data = OPENERS[packed](data) if packed else data
+        if ending == ".parquet":
+            rows = require("pyarrow.parquet").read_table(io.BytesIO(data)).to_pylist()
+        else:
+            lines = io.StringIO(data.decode("utf-8-sig"), newline="")
+            rows = _csv_rows(lines) if ending == ".csv" else _json_rows(path, lines)
+        yield from _columns(path, rows)
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:  # of gzip, lzma, zlib, csv and pyarrow, which have no common base
+        where = "" if str(error).startswith(str(path)) else f"{path}: corrupt or incomplete {packed or ending} file: "
+        raise ValueError(where + str(error).partition("\n")[0]) from error
 
 
 def _csv_rows(lines: Iterable[str]) -> Iterator[dict]:
@@ -106,7 +115,7 @@ def _json_rows(path: Path, lines: Iterable[str]) -> Iterator[dict]:
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}, line {number}: not JSON: {error}") from error
         if not isinstance(row, dict):
             raise ValueError(f"{path}, line {number}: expected an object; got a {type(row).__name__}")

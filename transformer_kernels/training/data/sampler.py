@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
 POOL = 50  # batches that are sorted by length together
+
+
+def checked_number(state: Mapping[str, Any], name: str, kind: type = int) -> Any:
+    """A number in the state of a run, an integer of 64 bits that is not negative unless `kind` is float.
+
+    Raises:
+        ValueError: the value is something else.
+    """
+    value = state[name]
+    if type(value) not in (int, kind) or (kind is int and not 0 <= value < 2**63):
+        raise ValueError(f"{name} must be {'a number' if kind is float else 'a count'}; got {reprlib.repr(value)}")
+    return value
 
 
 class ShuffledSampler:
@@ -50,11 +66,13 @@ class ShuffledSampler:
         Raises:
             ValueError: there are fewer items per step than processes.
         """
-        self.items = int(state.get("items", self.items))
+        self.items = checked_number({"items": self.items, **state}, "items")
         if self.items < self.world_size:
             raise ValueError(f"a step has {self.items} items, which are not enough for {self.world_size} processes")
         self.batches_per_epoch = self.length // self.items
-        self.epoch, self.batch = int(state["epoch"]), int(state["batch"])
+        self.epoch, self.batch = checked_number(state, "epoch"), checked_number(state, "batch")
+        if self.batch >= self.batches_per_epoch:
+            raise ValueError(f"batch must be below {self.batches_per_epoch} of {self.length} items; got {self.batch}")
         self._batches = self._epoch_batches()
 
     def _epoch_batches(self) -> Tensor:

@@ -20,6 +20,7 @@ GPT2_END_OF_TEXT = 50256
 NO_UTF8_BYTE = 0xFF
 WORD = re.compile(r"[^\W\d_]+(?:['\u2019][^\W\d_]+)*")  # letters, with apostrophes inside
 UNKNOWN = "[UNK]"
+MAX_VOCABULARY = 1 << 20  # for which the package tokenizers reserves memory before it has read a text
 WORD_OR_PUNCTUATION = r"[\p{L}\p{N}]+(?:['\u2019]\p{L}+)*|[!?]+|\.{2,}|[^\s\p{L}\p{N}]"
 
 

@@ -141,7 +141,7 @@ def read_vectors(path: str | Path) -> WordVectors:
     if path.suffix == ".bin":
         return _read_binary(path)
     width = 0
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8-sig") as file:
         try:
             for number, line in enumerate(file, 1):
                 fields = line.rstrip().split(" ")

@@ -16,7 +16,7 @@ import torch
 from transformer_kernels._version import __version__
 from transformer_kernels.backends import cpu
 from transformer_kernels.training.config import TrainingConfig
-from transformer_kernels.training.distributed import Processes
+from transformer_kernels.training.distributed import Processes, environment_number
 
 OWN = {"out", "device", "threads", "progress", "tensorboard"}
 """Options that may differ between processes."""
@@ -88,7 +88,7 @@ def restarted_run(folder: str, recipe: str, processes: Processes) -> Path | None
         recipe: name of the recipe.
         processes: of the run; the first one finds the folder for all.
     """
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
+    if environment_number("TORCHELASTIC_RESTART_COUNT") == 0:
         return None
     found = None
     if processes.first:

@@ -65,6 +65,8 @@ def make_optimizer(
     fused = device.type in ("cpu", "cuda")
     betas = (0.9, config.beta2)
     if getattr(config, "sparse_embedding", False):
+        if config.optimizer != "adamw":
+            raise ValueError(f"--sparse-embedding is an AdamW; it excludes --optimizer {config.optimizer}")
         if processes.count > 1:
             raise ValueError(
                 "--sparse-embedding requires a single process: the rows of a batch are not exchanged between processes"

@@ -36,6 +36,7 @@ from transformer_kernels.training.checkpoint import (
     save_checkpoint,
 )
 from transformer_kernels.training.data.files import numbered_folder
+from transformer_kernels.training.data.sampler import checked_number
 from transformer_kernels.training.distributed import (
     Interrupted,
     Processes,
@@ -177,19 +178,20 @@ class Trainer:
             self.config.out = str(numbered_folder(f"runs/{self.config.recipe}"))
         return Path(self.config.out)
 
-    def fit(self, *, overwrite: bool = False) -> Result:
+    def fit(self, *, overwrite: bool = False, around: AbstractContextManager[Any] | None = None) -> Result:
         """Train until the last step, the time limit, early stopping or a signal; the last checkpoint is always saved,
         except on divergence.
 
         Args:
             overwrite: delete an existing run in the folder.
+            around: entered once the folder is this run's, such as a certificate that is written into it.
 
         Raises:
             RunFolderError: the folder contains another run, or another process is training into it.
             TrainingDiverged: a loss or gradient is not finite; earlier checkpoints are kept.
             Interrupted: SIGINT or SIGTERM was received; the last checkpoint contains the completed step.
         """
-        with self._claimed_folder(overwrite):
+        with self._claimed_folder(overwrite), around or nullcontext():
             return self._fit()
 
     @contextmanager
@@ -485,7 +487,8 @@ class Trainer:
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise CheckpointError(f"{folder}: the trainer state cannot be restored: {error!r}") from error
+            reason = error if isinstance(error, ValueError) else repr(error)
+            raise CheckpointError(f"{folder}: the trainer state cannot be restored: {reason}") from error
 
     def _restore_state(self, folder: str | Path, optimizer: dict[str, Tensor], state: Mapping[str, Any]) -> None:
         if state["data"] != self.recipe.fingerprint:
@@ -496,10 +499,14 @@ class Trainer:
         self.scaler.load_state_dict(state["scaler"])
         generators = state["random"]
         self._restore_sampler(folder, {"items": self._items_of(len(generators)), **state["sampler"]})
-        self.step_number, self.evaluated_at = int(state["step"]), int(state["evaluated_at"])
-        self.seconds = float(state.get("seconds", 0.0))
-        self.best_loss, self.stale_evaluations = state["best_loss"], int(state["stale_evaluations"])
-        self.validation = dict(state["validation"])
+        self.step_number, self.evaluated_at = checked_number(state, "step"), checked_number(state, "evaluated_at")
+        self.seconds = checked_number({"seconds": 0.0, **state}, "seconds", float)
+        if not 0 <= self.seconds < math.inf:
+            raise ValueError(f"seconds must be finite and not negative; got {self.seconds}")
+        self.best_loss = None if state["best_loss"] is None else checked_number(state, "best_loss", float)
+        self.stale_evaluations = checked_number(state, "stale_evaluations")
+        measured = state["validation"] and ("loss", "accuracy")
+        self.validation = {name: checked_number(state["validation"], name, float) for name in measured}
         if self.processes.rank < len(generators):
             restore_random_state(generators[self.processes.rank], self.device)
         else:  # a process more than before
@@ -551,7 +558,7 @@ def description(recipe: Recipe) -> dict[str, Any]:
 
 def _difference(checkpoint: Checkpoint, recipe: Recipe) -> str:
     theirs, ours = checkpoint.tokenizer, description(recipe)
-    if theirs.get("kind") != ours["kind"] or "characters" not in ours:
+    if theirs.get("kind") != ours.get("kind") or not isinstance(theirs.get("characters"), str):
         return f"expected {ours!s:.200}, found {theirs!s:.200}"
     missing = set(theirs["characters"]) - set(ours["characters"])
     extra = set(ours["characters"]) - set(theirs["characters"])

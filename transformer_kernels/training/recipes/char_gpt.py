@@ -31,6 +31,7 @@ class CharGPTConfig(TrainingConfig):
     recipe: ClassVar[str] = "char-gpt"
     default_config: ClassVar[str] = "five_minutes"
     default_length: ClassVar[tuple[str, int]] = ("steps", 2000)
+    counts: ClassVar[tuple[str, ...]] = (*TrainingConfig.counts, "context")
 
     corpus: str = option(
         "stdlib",

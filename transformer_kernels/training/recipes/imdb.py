@@ -22,7 +22,12 @@ from transformer_kernels.training.data.reviews import (
     tokenise_uncached,
 )
 from transformer_kernels.training.data.sampler import BucketedSampler, PackedSampler, ShuffledSampler
-from transformer_kernels.training.data.tokenizers import REVIEW_TOKENIZERS, LearnedTokenizer, ReviewTokenizer
+from transformer_kernels.training.data.tokenizers import (
+    MAX_VOCABULARY,
+    REVIEW_TOKENIZERS,
+    LearnedTokenizer,
+    ReviewTokenizer,
+)
 from transformer_kernels.training.distributed import Processes
 from transformer_kernels.training.recipe import Classified, Recipe, Trained
 from transformer_kernels.training.recipes.initial import load_encoder, read_encoder
@@ -38,6 +43,7 @@ class ReviewsConfig(TrainingConfig):
     """Options shared by the recipes on film reviews."""
 
     fractions: ClassVar[tuple[str, ...]] = (*TrainingConfig.fractions, "validation")
+    limits: ClassVar[dict[str, float]] = {**TrainingConfig.limits, "vocabulary": MAX_VOCABULARY}
 
     data: str = option(
         "",

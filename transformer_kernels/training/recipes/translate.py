@@ -16,10 +16,12 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from transformer_kernels.pretrained.folder import read_text
 from transformer_kernels.training._optional import require
 from transformer_kernels.training.config import TrainingConfig, build_preset, option
 from transformer_kernels.training.data.files import DataFileError
 from transformer_kernels.training.data.sampler import NumberedSampler
+from transformer_kernels.training.data.tokenizers import MAX_VOCABULARY
 from transformer_kernels.training.decoding import GREEDY, BeamSearch, MinimumBayesRisk, Search, translate_batch
 from transformer_kernels.training.distributed import Processes
 from transformer_kernels.training.recipe import Alignment, Recipe, Trained, Translated
@@ -52,6 +54,11 @@ class TranslateConfig(TrainingConfig):
         "label_smoothing",
         "bpe_dropout",
     )
+
+    limits: ClassVar[dict[str, float]] = {
+        **TrainingConfig.limits,
+        **dict.fromkeys(("source_vocabulary", "target_vocabulary"), MAX_VOCABULARY),
+    }
 
     data: str = option("", "tab-separated file of sentence pairs, one per line", later={"evaluate": "data"})
     test: float = option(0.1, "fraction of the source sentences held out for `evaluate`", fixed=True)
@@ -193,9 +200,9 @@ def read_pairs(path: str | Path) -> list[Pair]:
     if not path:
         raise ValueError("--data is required: a tab-separated file of sentence pairs, one per line")
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataFileError(f"{path}: cannot be read as sentence pairs: {error}") from error
+        lines = read_text(Path(path)).split("\n")  # other separators of lines may be part of a sentence
+    except (FileNotFoundError, ValueError) as error:
+        raise DataFileError(f"{error}; it cannot be read as sentence pairs") from error
     pairs = []
     for number, line in enumerate(lines, 1):
         columns = [_cleaned(column) for column in line.split("\t")]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from transformer_kernels.pretrained.folder import check_regular
 from transformer_kernels.training._optional import require
 from transformer_kernels.training.config import TrainingConfig, build_preset, option
 from transformer_kernels.training.distributed import Processes
@@ -94,8 +96,14 @@ def read_image(path: str) -> Tensor:
     """An image file as model input, (1, 8, 8); one whose border is bright, as ink on paper, is inverted."""
     pillow: Any = require("PIL.Image")
     numpy: Any = require("numpy")
-    with pillow.open(path) as picture:
-        grey = picture.convert("L").resize((SIDE, SIDE), pillow.Resampling.BOX)
+    check_regular(Path(path))
+    try:
+        with pillow.open(path) as picture:
+            if picture.mode.startswith(("I", "F")):
+                raise ValueError(f"it must have 8 bits per channel; its mode is {picture.mode}")
+            grey = picture.convert("L").resize((SIDE, SIDE), pillow.Resampling.BOX)
+    except (OSError, ValueError, SyntaxError, pillow.DecompressionBombError) as error:
+        raise ValueError(f"{path}: not an image that can be read: {error}") from error
     brightness = torch.from_numpy(numpy.asarray(grey, dtype="float32")) / 255.0
     border = torch.cat((brightness[[0, -1]].flatten(), brightness[:, [0, -1]].flatten()))
     return normalised(1.0 - brightness if border.median() > 0.5 else brightness)
