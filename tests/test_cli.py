@@ -672,3 +672,31 @@ def test_a_certificate_names_what_made_a_run_diverge(folder, capsys, tmp_path):
     assert re.search(r"not finite: \S+ in \S+, (forward|backward), row \(.*\); ", error), error
     written = json.loads((tmp_path / "run" / "certificate.json").read_text())
     assert written["non_finite"]["layer"] and written["non_finite"]["operator"]
+
+
+@pytest.mark.parametrize(
+    "command", [["generate", "--prompt", "\udcff"], ["tokenize", "\udcff"], ["attend", "\udcff"]], ids=" ".join
+)
+def test_a_text_in_another_encoding(command, folder, capsys):
+    assert "not UTF-8 text: '\\udcff'" in refused(capsys, *command, "--checkpoint", folder / "run")
+
+
+def test_an_environment_without_its_launcher(folder, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    given = ["train", "char-gpt", "--corpus", folder / "text.txt", "--out", tmp_path / "run", *TINY]
+    message = refused(capsys, *given)
+    assert "WORLD_SIZE is set, but not RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT" in message
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    assert "WORLD_SIZE must be a whole number; got 'many'" in refused(capsys, *given)
+
+
+def test_a_certificate_does_not_replace_that_of_a_run_in_progress(folder, capsys, tmp_path):
+    with checkpoint.claimed(tmp_path):
+        (tmp_path / "certificate.json").write_text("theirs")
+        given = ["train", "char-gpt", "--corpus", folder / "text.txt", "--out", tmp_path, "--steps", 2, *TINY]
+        assert "another process is training into it" in refused(capsys, *given, "--context", 8, "--certify")
+    assert (tmp_path / "certificate.json").read_text() == "theirs"
+
+
+def test_a_board_that_cannot_be_written_is_refused_before_the_run(capsys, tmp_path):
+    assert f"{tmp_path}: Is a directory" in refused(capsys, "speedrun", "--board", tmp_path, "--budget", "1h")

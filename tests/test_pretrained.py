@@ -457,3 +457,22 @@ def test_an_old_scaling_of_rotary_positions_is_refused(key, tmp_path):
     path.write_text(json.dumps(config | {"rope_theta": 1e4, "rope_scaling": {key: "linear", "factor": 2.0}}))
     with pytest.raises(ValueError, match="rope_type must be 'default' or 'llama3'; got 'linear'"):
         tk.load_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"factor": "8"}, "factor must be a positive number; got '8'"),
+        ({"factor": 0}, "factor must be a positive number; got 0"),
+        ({"low_freq_factor": 4.0, "high_freq_factor": 1.0}, "low_freq_factor must be below high_freq_factor"),
+        ({"rope_theta": True}, "rope_theta must be a positive number; got True"),
+        ({"type": "linear"}, "rope_type must be 'default' or 'llama3'; got 'linear'"),
+    ],
+)
+def test_numbers_of_rotary_positions_that_no_model_has(change, message, tmp_path):
+    save("llama", tmp_path)
+    path = tmp_path / "config.json"
+    rotary = {**LLAMA3, "original_max_position_embeddings": 8, **change}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_parameters": rotary}))
+    with pytest.raises(ValueError, match=message):
+        tk.load_pretrained(tmp_path)

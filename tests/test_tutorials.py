@@ -1,5 +1,7 @@
 """Weights of handwritten models under their usual names give the results of our definitions."""
 
+import contextlib
+import random
 import re
 
 import pytest
@@ -148,3 +150,39 @@ def test_nothing_is_executed(tmp_path):
         load_tutorial(tmp_path / "list.pt", "gpt2")
     with pytest.raises(ValueError, match=r"model\.pt: a state dict saved by torch\.save; use load_tutorial"):
         tk.load_pretrained(tmp_path / "model.pt")
+
+
+TOKENS = "embedding.weight"
+STRANGE = {
+    "one dimension": lambda state: state | {TOKENS: torch.zeros(5)},
+    "no dimension": lambda state: state | {TOKENS: torch.tensor(1.0)},
+    "not finite": lambda state: state | {TOKENS: state[TOKENS] * torch.nan},
+    "complex": lambda state: state | {TOKENS: state[TOKENS].to(torch.complex64)},
+    "sparse": lambda state: state | {TOKENS: state[TOKENS].to_sparse()},
+    "without values": lambda state: state | {TOKENS: torch.zeros(4, 4, device="meta")},
+    "more than the file has": lambda state: state | {TOKENS: torch.zeros(1).expand(10**7, 10**5)},
+    "a layer of a large number": lambda state: state | {"blks.99999999.attention.W_q.weight": torch.zeros(4, 4)},
+    "a layer of a longer number": lambda state: state | {f"blks.{'9' * 5000}.attention.W_q.weight": torch.zeros(4)},
+    "parts that do not fit": lambda state: state | {"blks.block0.attention.W_q.weight": torch.zeros(8, 3)},
+}
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+def test_tensors_that_no_model_has(kind, tmp_path):
+    state = renamed(make("char_gpt"), BOOK, in_words("blks.block{0}.attention.W_"))
+    assert TOKENS in state and "blks.block0.attention.W_q.weight" in state
+    torch.save(STRANGE[kind](state), tmp_path / "gpt.pt")
+    with pytest.raises(ValueError, match=r"gpt\.pt: "):
+        load_tutorial(tmp_path / "gpt.pt", "char_gpt", backend="torch", heads=2)
+
+
+def test_damaged_bytes(tmp_path):
+    torch.save(renamed(make("char_gpt"), BOOK, in_words("blks.block{0}.attention.W_")), tmp_path / "gpt.pt")
+    content, draws = (tmp_path / "gpt.pt").read_bytes(), random.Random(0)
+    for _ in range(150):
+        damaged = bytearray(content)
+        for _ in range(draws.choice((1, 3, 20))):
+            damaged[draws.randrange(len(content))] = draws.randrange(256)
+        (tmp_path / "gpt.pt").write_bytes(damaged)
+        with contextlib.suppress(ValueError):
+            load_tutorial(tmp_path / "gpt.pt", "char_gpt", backend="torch", heads=2)

@@ -244,3 +244,41 @@ def test_strange_tensors_under_a_valid_hash(name, change, run, char_config):
     if name == "model.safetensors":
         with pytest.raises(CheckpointError, match=first):
             load_trained(run)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seconds": float("nan")}, "seconds must be finite and not negative; got nan"),
+        ({"seconds": -1e9}, "seconds must be finite and not negative"),
+        ({"step": -5}, "step must be a count; got -5"),
+        ({"step": 2.7}, "step must be a count; got 2.7"),
+        ({"evaluated_at": 10**40}, "evaluated_at must be a count"),
+        ({"best_loss": "x"}, "best_loss must be a number; got 'x'"),
+        ({"validation": {"foo": 1}}, "KeyError"),
+        ({"validation": {"loss": "x", "accuracy": 1.0}}, "loss must be a number"),
+        ({"sampler": {"epoch": 0, "batch": 10**9}}, "batch must be below"),
+        ({"sampler": {"epoch": -7, "batch": 0}}, "epoch must be a count; got -7"),
+    ],
+    ids=str,
+)
+def test_numbers_that_no_run_reaches(change, message, run, char_config):
+    given = json.loads((run / "trainer.json").read_text())
+    rewrite(run, "trainer.json", json.dumps(given | change).encode())
+    with pytest.raises(CheckpointError, match=message) as error:
+        Trainer(CharGPT(char_config())).restore(run)
+    assert str(run) in str(error.value)
+
+
+def test_a_position_beyond_the_state_of_numpy(run, char_config):
+    given = json.loads((run / "trainer.json").read_text())
+    given["random"][0]["numpy"][1] = 10**6
+    rewrite(run, "trainer.json", json.dumps(given).encode())
+    with pytest.raises(CheckpointError, match="NumPy's position must be at most 624; got 1000000"):
+        Trainer(CharGPT(char_config())).restore(run)
+
+
+def test_a_strange_vocabulary_is_refused_by_restore(run, char_config):
+    rewrite(run, "tokenizer.json", json.dumps({"kind": "characters", "characters": 5}).encode())
+    with pytest.raises(CheckpointError, match="another vocabulary"):
+        Trainer(CharGPT(char_config())).restore(run)

@@ -1,4 +1,5 @@
 import dataclasses
+import os
 
 import pytest
 
@@ -163,3 +164,54 @@ def test_resuming_may_change_the_length_but_not_what_exactness_needs():
 def test_a_resumed_run_keeps_its_model_and_data(recipe):
     fields = dataclasses.fields(find_recipe(recipe).Config)
     assert {field.name for field in fields if not field.metadata["fixed"]} == CHANGEABLE | CHANGEABLE_OF[recipe]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.toml", b"lr = = 3", "not valid TOML: Invalid value"),
+        ("a.toml", b"\xff\xfe", "not UTF-8 text: invalid start byte at byte 0"),
+        ("a.yaml", b"[" * 3000, "not valid YAML: maximum recursion depth"),
+        ("a.yaml", b"lr: 2001-99-99", "not valid YAML: month must be in 1..12"),
+        ("a.yaml", b"seed: " + b"9" * 5000, "not valid YAML: Exceeds the limit"),
+        ("a.yaml", b"model:\n  layers: 1\n  layers: 2\n", "line 2: not valid YAML: layers is given twice"),
+        ("a.json", b'{"lr": 1, "lr": 2}', "not JSON: 'lr' is given twice"),
+        ("a.json", b'{"lr": NaN}', "not JSON: the number NaN"),
+        ("a.json", b"[1]", "must contain an object; got list"),
+    ],
+)
+def test_a_damaged_file_is_named(name, content, message, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError) as error:
+        read_config_file(tmp_path / name)
+    assert str(error.value).startswith(f"{tmp_path / name}") and message in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["a.yaml", "a.toml", "a.json"])
+def test_a_fifo_is_no_config(name, tmp_path):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match="must be a regular file"):
+        read_config_file(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"steps": True}, "steps must be of type int; got True"),
+        ({"lr": True}, "lr must be of type float; got True"),
+        ({"seed": 2**64}, "seed must be an integer of 64 bits; got 18446744073709551616"),
+        ({"threads": 10**6}, "threads must be at most 4,096; got 1000000"),
+        ({"lr": 1e300}, r"lr must be at most 1e\+30; got 1e\+300"),
+        ({"context": 0}, "context must be at least 1; got 0"),
+    ],
+)
+def test_values_that_no_run_has(values, message):
+    with pytest.raises(ValueError, match=message):
+        make_config("char-gpt", values)
+
+
+def test_a_vocabulary_that_no_memory_holds():
+    with pytest.raises(ValueError, match="vocabulary must be at most 1,048,576"):
+        ImdbConfig(vocabulary=10**18)
+    with pytest.raises(ValueError, match="source_vocabulary must be at most 1,048,576"):
+        TranslateConfig(source_vocabulary=10**18)

@@ -507,3 +507,25 @@ def test_copies_of_a_model_do_not_hold_the_certificate():
     with tk.certify():
         model(torch.randn(2, 8))
         copy.deepcopy(model)
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_run(tmp_path):
+    with pytest.raises(ValueError, match="is a folder; pass the name of a file"), tk.certify(tmp_path):
+        raise AssertionError("the run has begun")
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        b"text",
+        [1],
+        {"operation": "no such"},
+        {"operation": "softmax", "backend": "cpu", "call": [1, 2], "result": [torch.zeros(2)], "grads": None},
+    ],
+    ids=["bytes", "list", "operation", "call"],
+)
+def test_what_is_no_sample_is_named(sample, tmp_path):
+    path = tmp_path / "sample.pt"
+    path.write_bytes(sample) if isinstance(sample, bytes) else torch.save(sample, path)
+    with pytest.raises(ValueError, match=r"sample\.pt: not the sample of a certificate"):
+        certificates.replay(str(path))

@@ -1,5 +1,7 @@
 """compare: which of kernels and PyTorch is closer to float64, and the first module at which they part."""
 
+import threading
+
 import pytest
 import torch
 
@@ -126,3 +128,57 @@ def test_invalid_arguments():
         tk.compare(1, torch.randn(2))
     with pytest.raises(TypeError, match="no tensor of floating point; got Tensor"):
         tk.compare(torch.nn.Identity(), torch.arange(3))
+
+
+class Around(torch.nn.Module):
+    """A linear layer and a norm, and what is done before and after them."""
+
+    def __init__(self, before=lambda x: x, after=lambda x: x):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.norm = torch.nn.Linear(64, 64), torch.nn.LayerNorm(64)
+        self.before, self.after = before, after
+
+    def forward(self, x):
+        return self.after(self.norm(self.linear(self.before(x))))
+
+
+def test_a_model_that_writes_to_its_batch():
+    x = torch.randn(4, 64)
+    kept = x.clone()
+    comparison = tk.compare(Around(lambda x: x.mul_(100.0)), x)
+    assert comparison.first is None and torch.equal(x, kept)
+
+
+def test_infinities_that_both_have_are_no_difference():
+    assert tk.compare(Around(after=lambda x: x / 0), torch.randn(4, 64)).first is None
+
+
+@pytest.mark.parametrize("model", [Around().requires_grad_(False), torch.nn.GELU()])
+def test_without_gradients_the_outputs_are_compared(model):
+    rows = tk.compare(model, torch.randn(4, 64)).rows
+    assert rows and {row.kind for row in rows} == {"output"}
+
+
+def test_a_batch_that_was_computed_with_gradients():
+    assert tk.compare(Around(), torch.randn(4, 64, requires_grad=True) * 2.0).first is None
+
+
+def test_within_inference_mode():
+    with torch.inference_mode():
+        assert {row.kind for row in tk.compare(Around(), torch.randn(4, 64)).rows} == {"output", "gradient"}
+
+
+@pytest.mark.parametrize("result", [None, 1.0, torch.ones(2)], ids=["None", "a number", "a vector"])
+def test_a_loss_that_is_no_scalar(result):
+    with pytest.raises(TypeError, match="compare: loss must return a scalar tensor"):
+        tk.compare(Around(), torch.randn(4, 64), loss=lambda output: result)
+
+
+def test_models_that_cannot_be_compared():
+    locked = Around()
+    locked.lock = threading.Lock()
+    with pytest.raises(TypeError, match="compare: the model cannot be copied: cannot pickle"):
+        tk.compare(locked, torch.randn(4, 64))
+    with pytest.raises(ValueError, match="compare: the model does not run in float64"):
+        tk.compare(Around(torch.Tensor.float), torch.randn(4, 64))

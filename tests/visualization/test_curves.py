@@ -105,3 +105,34 @@ def test_runs_without_an_accuracy_have_no_panel_for_it(tmp_path, monkeypatch):
     draw_runs([write_log(tmp_path / "one", *LINES[:-1], line("validation", 6, loss=2.5))], tmp_path / "runs.png")
     (loss,) = kept[0].axes
     assert [len(drawn.get_xydata()) for drawn in loss.lines] == [3, 1]
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        '{"event": "train", "step": "a", "loss": 1.0}',
+        '{"event": "train", "step": -1, "loss": 1.0}',
+        '{"event": "train", "step": 1, "loss": "x"}',
+        '{"event": "train", "step": 1, "loss": 1.0, "seconds": "x"}',
+        '{"event": "validation", "step": 1, "loss": 1.0, "accuracy": "high"}',
+        '{"event": "train", "loss": 1.0}',
+        "[1, 2]",
+        "[" * 100_000,
+    ],
+)
+def test_an_entry_that_no_run_writes_is_named(entry, tmp_path):
+    (tmp_path / "log.jsonl").write_text('{"event": "train", "step": 0, "loss": 1.0}\n' + entry + "\n")
+    with pytest.raises(ValueError, match=r"log\.jsonl, line 2: not a log entry of a run"):
+        read_log(tmp_path)
+
+
+@pytest.mark.parametrize("seconds", [(1.0, 2.0, 3.0), (1.0, 1.0, 1.0), (1.0, float("nan"), 3.0)])
+@pytest.mark.parametrize("steps", [(1, 2, 3), (1, 1, 1), (3, 2, 1)])
+def test_the_times_of_a_run_are_drawn(seconds, steps, tmp_path):
+    entries = [
+        json.dumps({"event": "train", "step": step, "loss": 1.0, "seconds": time})
+        for step, time in zip(steps, seconds, strict=True)
+    ]
+    (tmp_path / "log.jsonl").write_text("\n".join(entries))
+    draw_runs([str(tmp_path)], tmp_path / "run.png")
+    assert (tmp_path / "run.png").stat().st_size > 1000

@@ -1,11 +1,12 @@
 """The power law of a sweep: found where it is known, with an uncertainty that covers it."""
 
 import itertools
+import json
 
 import numpy as np
 import pytest
 
-from transformer_kernels.visualization.sweep import Point, Sweep, fit_power_law, read_size, train_points
+from transformer_kernels.visualization.sweep import Point, Sweep, fit_power_law, read_size, read_sweep, train_points
 
 SIZES, BUDGETS = (10_000, 30_000, 100_000, 400_000), (50_000, 200_000, 1_000_000)
 
@@ -76,3 +77,35 @@ def test_the_figure_has_the_points_and_the_law(monkeypatch, tmp_path):
             assert list(dot.get_xdata()) == list(curve.get_xdata()) == [getattr(p, across) for p in own]
             assert list(dot.get_ydata()) == [p.loss for p in own]
             assert list(curve.get_ydata()) == [law.loss(p.parameters, p.tokens) for p in own]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"parameters": "x"}, "expected numbers"),
+        ({"parameters": -5}, "expected positive numbers"),
+        ({"loss": "3"}, "expected numbers"),
+        ({"loss": 0}, "expected positive numbers"),
+        ({"loss": float("nan")}, "not JSON: the number NaN"),
+        ({"size": [1]}, "not the record of a sweep"),
+    ],
+)
+def test_a_point_that_no_sweep_has(change, message, tmp_path):
+    point = {"size": "16x1", "parameters": 100, "tokens": 512, "loss": 3.0}
+    record = {"sizes": ["16x1"], "tokens": [512], "options": {}, "points": [point]}
+    (tmp_path / "sweep.json").write_text(json.dumps(record))
+    assert read_sweep(tmp_path).points == [Point(**point)]
+    (tmp_path / "sweep.json").write_text(json.dumps(record | {"points": [point | change]}))
+    with pytest.raises(ValueError, match=rf"sweep\.json: .*{message}"):
+        read_sweep(tmp_path)
+
+
+@pytest.mark.parametrize("change", [{"tokens": ["512"]}, {"sizes": [16]}, {"options": {"foo": 1}}, {"options": [1]}])
+def test_a_record_that_no_sweep_has(change, tmp_path):
+    record = {"sizes": ["16x1"], "tokens": [512], "options": {}, "points": []}
+    (tmp_path / "sweep.json").write_text(json.dumps(record | change))
+    with pytest.raises(ValueError, match=r"sweep\.json: not the record of a sweep"):
+        read_sweep(tmp_path)
+    (tmp_path / "sweep.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"sweep\.json: not JSON"):
+        read_sweep(tmp_path)

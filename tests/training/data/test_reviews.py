@@ -2,6 +2,7 @@ import csv
 import gzip
 import json
 import lzma
+import os
 
 import pytest
 import torch
@@ -60,8 +61,15 @@ def test_the_folder_of_the_data_set_is_read(tmp_path):
         ("a.txt", b"x", r"a data file must end in \.csv, \.jsonl, \.parquet"),
         ("a.jsonl.xz", lzma.compress(b'{"text": "x", "label": 1}' * 99)[:-9], "corrupt or incomplete .xz file"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "x", "label": 1}' * 99)[:-9], "corrupt or incomplete .gz file"),
+        ("a.jsonl", b'{"text": "caf\xe9", "label": 1}', "a.jsonl: corrupt or incomplete .jsonl file: 'utf-8' codec"),
+        ("a.jsonl", b'{"text": "\\ud800", "label": 1}', "a.jsonl, row 1: expected a text and a label"),
+        ("a.jsonl", b"[" * 100_000, "a.jsonl, line 1: not JSON: maximum recursion depth"),
+        ("a.parquet", b"PAR1" + b"\0" * 99 + b"PAR1", "a.parquet: corrupt or incomplete .parquet file: "),
     ],
-    ids=["label", "json", "object", "columns", "empty", "ending", "xz", "gz"],
+    ids=[
+        *("label", "json", "object", "columns", "empty", "ending", "xz", "gz"),
+        *("latin", "surrogate", "nested", "parquet"),
+    ],
 )
 def test_bad_files_are_reported(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
@@ -164,3 +172,15 @@ def test_a_damaged_entry_is_made_again(cache, damage):
 def test_a_few_texts_leave_no_trace(cache):
     assert ids(tokenise_uncached(["good"], ByteTokenizer())) == ["good"]
     assert not cache.exists()
+
+
+@pytest.mark.parametrize("kind", ["latin", "fifo", "folder"])
+def test_what_is_no_text_among_the_reviews_is_named(kind, tmp_path):
+    for label in ("pos", "neg"):
+        (tmp_path / label).mkdir()
+        (tmp_path / label / "0.txt").write_text("a film")
+    path = tmp_path / "pos" / "1.txt"
+    make = {"latin": lambda: path.write_bytes(b"caf\xe9"), "fifo": lambda: os.mkfifo(path), "folder": path.mkdir}
+    make[kind]()
+    with pytest.raises(ValueError, match=r"pos/1\.txt: (not UTF-8 text|must be a regular file)"):
+        read_reviews(tmp_path)

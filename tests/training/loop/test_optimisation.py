@@ -91,6 +91,11 @@ def test_clipping_counts_and_shrinks_the_rows(imdb_config):
     assert norms[0] == norms[1] > clip
 
 
+def test_another_optimizer_is_refused(imdb_config):
+    with pytest.raises(ValueError, match="--sparse-embedding is an AdamW; it excludes --optimizer muon"):
+        Trainer(Imdb(sparse_config(imdb_config, optimizer="muon")))
+
+
 def test_it_learns(imdb_config):
     losses = outcomes(Trainer(Imdb(imdb_config(sparse_embedding=True, steps=60, lr=1e-2))), 60)[:, 0]
     assert losses[-10:].mean() < 0.5 * losses[:5].mean()

@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import os
 import random
 
 import pytest
@@ -371,3 +372,14 @@ def test_two_hundred_real_pairs_are_learned_by_heart(data_folder, tmp_path):
     found = Translate.translate(trained, [pair.source for pair in pairs])
     exact = sum(each.translation == pair.target for each, pair in zip(found, pairs, strict=True))
     assert exact >= 190, f"{exact} of 200 are exact"
+
+
+def test_a_byte_order_mark_and_separators_within_a_sentence(tmp_path):
+    (tmp_path / "pairs.txt").write_bytes("\ufeffone\teins\r\ntwo\u2028three\tzwei\x85drei\n".encode())
+    assert read_pairs(tmp_path / "pairs.txt") == [Pair("one", "eins"), Pair("two three", "zwei drei")]
+
+
+def test_a_fifo_has_no_pairs(tmp_path):
+    os.mkfifo(tmp_path / "pairs.txt")
+    with pytest.raises(DataFileError, match="must be a regular file"):
+        read_pairs(tmp_path / "pairs.txt")

@@ -1,5 +1,9 @@
 """The digits: the held-out part, learning, and commands that read pictures."""
 
+import os
+import struct
+import zlib
+
 import pytest
 import torch
 
@@ -73,3 +77,22 @@ def test_ink_on_paper_is_inverted(tmp_path):
         pillow.fromarray(pixels.numpy()).save(tmp_path / f"{name}.png")
     images = [read_image(str(tmp_path / f"{name}.png")) for name in ("bright", "ink")]
     assert torch.equal(*images) and images[0][0, 0, 0] == -1 and images[0][0, 4, 4] == 1
+
+
+def test_images_that_cannot_be_read_are_named(tmp_path):
+    pytest.importorskip("PIL.Image", reason="pillow is not installed").new("I;16", (8, 8)).save(tmp_path / "deep.png")
+    os.mkfifo(tmp_path / "fifo.png")
+    (tmp_path / "text.png").write_text("no image")
+    header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 0, 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(b"")), (b"IEND", b""))
+    pack = struct.Struct(">I").pack
+    data = [pack(len(body)) + kind + body + pack(zlib.crc32(kind + body)) for kind, body in chunks]
+    (tmp_path / "huge.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(data))
+    for name, message in (
+        ("deep", "must have 8 bits per channel; its mode is I;16"),
+        ("fifo", "must be a regular file"),
+        ("text", "not an image that can be read"),
+        ("huge", r"not an image that can be read: Image size \(3600000000 pixels\)"),
+    ):
+        with pytest.raises(ValueError, match=rf"{name}\.png: .*{message}"):
+            read_image(str(tmp_path / f"{name}.png"))
