@@ -74,8 +74,8 @@ class LayerNorm(_WithBackend, torch.nn.LayerNorm):
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device=device, dtype=dtype)
         self._choose(backend)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return layer_norm_of(self, x, self.backend)
+    def forward(self, input: Tensor) -> Tensor:
+        return layer_norm_of(self, input, self.backend)
 
 
 def layer_norm_of(module: torch.nn.LayerNorm, x: Tensor, backend: str | None) -> Tensor:
@@ -140,8 +140,8 @@ class GELU(_WithBackend, torch.nn.GELU):
         super().__init__(approximate)
         self._choose(backend)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.gelu(x, approximate=self.approximate, backend=self.backend)
+    def forward(self, input: Tensor) -> Tensor:
+        return ops.gelu(input, approximate=self.approximate, backend=self.backend)
 
 
 class BiasGELU(_WithBackend, torch.nn.GELU):
@@ -188,12 +188,12 @@ class Softmax(_WithBackend, torch.nn.Softmax):
         super().__init__(dim)
         self._choose(backend)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if not -x.dim() <= self.dim < x.dim():
-            raise IndexError(f"Softmax: dim must be an axis of x {tuple(x.shape)}; got {self.dim}")
-        if self.dim in (-1, x.dim() - 1):
-            return ops.softmax(x, backend=self.backend)
-        return ops.softmax(x.movedim(self.dim, -1), backend=self.backend).movedim(-1, self.dim)
+    def forward(self, input: Tensor) -> Tensor:
+        if not -input.dim() <= self.dim < input.dim():
+            raise IndexError(f"Softmax: dim must be an axis of x {tuple(input.shape)}; got {self.dim}")
+        if self.dim in (-1, input.dim() - 1):
+            return ops.softmax(input, backend=self.backend)
+        return ops.softmax(input.movedim(self.dim, -1), backend=self.backend).movedim(-1, self.dim)
 
 
 class MultiHeadAttention(_WithBackend, torch.nn.MultiheadAttention):
@@ -226,6 +226,9 @@ class MultiHeadAttention(_WithBackend, torch.nn.MultiheadAttention):
 
     Vaswani et al., "Attention Is All You Need", 2017, section 3.2.2.
     """
+
+    causal_by_itself = True
+    """Whether is_causal needs no mask."""
 
     def __init__(
         self,
@@ -292,11 +295,13 @@ class MultiHeadAttention(_WithBackend, torch.nn.MultiheadAttention):
         q, k, v = self._project(query, key, value)  # (B, H, L, D)
         self._check_masks(key_padding_mask, attn_mask, q.shape[0], q.shape[2], k.shape[2])
         real, bias = self._masks(key_padding_mask, attn_mask, q)
+        if is_causal and attn_mask is None and not self.causal_by_itself:
+            raise ValueError("MultiHeadAttention: is_causal needs an attn_mask")
         causal = is_causal and (attn_mask is None or q.shape[2] == k.shape[2])
         dropout_p = self.dropout if self.training else 0.0
         options: dict[str, Any] = {"causal": causal, "key_padding_mask": real, "attn_bias": bias}
         mixed = ops.attention(q, k, v, dropout_p=dropout_p, backend=self.backend, **options)
-        joined = self.out_proj(self._join_heads(mixed, batched))
+        joined = self._product(self._join_heads(mixed, batched), self.out_proj.weight, self.out_proj.bias)
         if not need_weights:
             return joined, None
         weights = ops.attention_weights(

@@ -62,6 +62,7 @@ def test_bfloat16_matches_eager(family):
     eager, ours, batch = eager.bfloat16(), ours.bfloat16(), models.inputs(family)
     exact = models.run(family, models.exact(eager), batch)
     models.assert_within_budget(models.run(family, ours, batch), models.run(family, eager, batch), exact)
+    assert ours(**batch).loss.dtype is eager(**batch).loss.dtype
 
 
 @pytest.mark.parametrize("family", ONE_OF_EACH)

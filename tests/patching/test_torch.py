@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 
 import pytest
 import torch
@@ -202,3 +203,125 @@ def test_attention_draws_its_initial_weights_again(kind):
     nn.Linear(12, 12)  # as the constructor does
     module._reset_parameters()
     assert torch.equal(module.in_proj_weight, twin.in_proj_weight) and not module._qkv_same_embed_dim
+
+
+class NamedRMSNorm(nn.Module):
+    """The code of an RMSNorm of transformers, with another name of its argument."""
+
+    def __init__(self, width, eps=1e-6):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.variance_epsilon = eps
+
+    def forward(self, rows):
+        input_dtype = rows.dtype
+        rows = rows.to(torch.float32)
+        variance = rows.pow(2).mean(-1, keepdim=True)
+        rows = rows * torch.rsqrt(variance + self.variance_epsilon)
+        return self.weight * rows.to(input_dtype)
+
+
+KEYWORDS = [
+    (nn.LayerNorm(8), "input"),
+    (nn.RMSNorm(8), "x"),
+    (nn.GELU(), "input"),
+    (nn.Softmax(-1), "input"),
+    (NamedRMSNorm(8), "rows"),
+]
+
+
+@pytest.mark.parametrize("backend", ["torch", None])
+@pytest.mark.parametrize(("module", "name"), KEYWORDS, ids=lambda value: type(value).__name__)
+def test_an_argument_by_its_name(module, name, backend):
+    x = torch.randn(4, 8)
+    expected = module(x)
+    ours = copy.deepcopy(module)
+    assert tk.patch(ours, backend).patched
+    torch.testing.assert_close(ours(**{name: x}), expected)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_submodules_replaced_after_patching(norm_first):
+    layers = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        layers.append(nn.TransformerEncoderLayer(12, 2, 24, 0.0, batch_first=True, norm_first=norm_first))
+    tk.patch(layers[1])
+    x = torch.randn(2, 5, 12)
+    for layer in layers:
+        layer.dropout1, layer.dropout2, layer.norm2 = nn.Identity(), nn.Tanh(), nn.Identity()
+    torch.testing.assert_close(layers[1](x), layers[0](x))
+
+
+def test_the_output_projection_is_not_called():
+    """As in torch, whose attention reads its parameters: a hook of it sees no call."""
+    module = nn.MultiheadAttention(12, 2)
+    x = torch.randn(5, 2, 12)
+    expected = module(x, x, x)[0]
+    module.out_proj.register_forward_hook(lambda module, inputs, out: out + 1.0)
+    tk.patch(module, "torch")
+    torch.testing.assert_close(module(x, x, x)[0], expected)
+
+
+@pytest.mark.parametrize("length", [5, 96])
+def test_causality_without_a_mask_means_what_it_means_unpatched(length):
+    """torch raises with gradients, and its fused inference ignores it; whatever the size."""
+    layer = nn.TransformerEncoderLayer(64, 2, 64, 0.0, batch_first=True).eval()
+    x = torch.randn(32, length, 64)
+    with torch.no_grad():
+        expected = layer(x, is_causal=True)
+    tk.patch(layer)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x, is_causal=True), expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(RuntimeError, match="Need attn_mask"):
+        layer(x, is_causal=True)
+    with pytest.raises(RuntimeError, match="Need attn_mask"):
+        layer.self_attn(x, x, x, is_causal=True)
+
+
+REFUSED = [
+    (nn.GELU(), torch.arange(4)),
+    (nn.Softmax(-1), torch.arange(4)),
+    (nn.Softmax(3), torch.randn(2, 4)),
+    (nn.LayerNorm(4), torch.randn(2, 5)),
+    (nn.LayerNorm(4).half(), torch.randn(2, 4)),
+    (nn.RMSNorm(4), torch.randn(2, 5)),
+]
+
+
+@pytest.mark.parametrize(("module", "x"), REFUSED, ids=lambda value: type(value).__name__)
+def test_errors_are_torchs(module, x):
+    with pytest.raises(Exception) as theirs:  # whatever torch raises
+        module(x)
+    ours = copy.deepcopy(module)
+    tk.patch(ours)
+    with pytest.raises(theirs.type) as mine:
+        ours(x)
+    assert type(mine.value) is theirs.type
+    tk.patch(ours, "torch")
+    with pytest.raises((TypeError, ValueError, IndexError)):
+        ours(x)
+
+
+@pytest.mark.parametrize(
+    "options", [{"key": torch.randn(4, 3, 12)}, {"attn_mask": torch.zeros(5, 6)}, {"query": torch.randn(5, 3, 11)}]
+)
+def test_errors_of_attention_are_torchs(options):
+    x = torch.randn(5, 3, 12)
+    given = {"query": x, "key": x, "value": x, **options}
+    module = nn.MultiheadAttention(12, 2)
+    with pytest.raises(Exception) as theirs:  # whatever torch raises
+        module(**given)
+    tk.patch(module)
+    with pytest.raises(theirs.type, match=re.escape(str(theirs.value))):
+        module(**given)
+
+
+def test_a_number_is_normalised():
+    """torch's softmax takes a tensor without axes, for which there is no kernel."""
+    module = nn.Softmax(-1)
+    tk.patch(module)
+    assert module(torch.tensor(3.0, requires_grad=True)) == 1.0
+    tk.patch(module, "torch")
+    with pytest.raises(IndexError, match="Softmax: dim must be an axis"):
+        module(torch.tensor(3.0))

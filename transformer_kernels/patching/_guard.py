@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from transformer_kernels.backends.dispatch import requested
 from transformer_kernels.ops._foreign import are_plain, refused
 
 
@@ -20,12 +21,24 @@ def left(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | No
     return refused(type(module).__name__, module.backend, (*args, *kwargs.values()) if kwargs else args)
 
 
-def guarded(ours: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that runs our code, or the original one where `left` has a reason."""
+def guarded(ours: Callable[..., Any], original: Callable[..., Any], repeatable: bool) -> Callable[..., Any]:
+    """A method that runs our code, or the original one where `left` has a reason.
+
+    Args:
+        ours, original: methods of one module.
+        repeatable: whether a call that raised has changed nothing. Unless a backend is named, the original code runs
+            it again: it accepts it, or raises the exception that callers of the original handle.
+    """
+    errors = (TypeError, ValueError, IndexError) if repeatable else ()
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if left(self, args, kwargs) is not None:
             return original(self, *args, **kwargs)
-        return ours(self, *args, **kwargs)
+        try:
+            return ours(self, *args, **kwargs)
+        except errors:
+            if requested(self.backend) != "auto":
+                raise
+        return original(self, *args, **kwargs)
 
     return method

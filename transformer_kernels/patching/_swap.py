@@ -46,6 +46,8 @@ class Mixin(nn.Module):
     crossover it is. 0 where the operations of the forward decide themselves. Measured by `python -m benchmarks.patched
     --modules`, in float32."""
     backend: str | None
+    repeatable = False
+    """Whether a call that raised has changed nothing: no submodule was called."""
     guards_itself = False
     """Whether its methods are right for any tensors and under any transform, so that `guarded` is not needed."""
     _arguments: tuple[str, ...]
@@ -91,11 +93,26 @@ def patched_class(mixin: Any, original: Any) -> type[nn.Module]:
     forward, before = mixin.forward, original.forward
     if forward not in (before, nn.Module.forward):
         if not getattr(mixin, "guards_itself", False):
-            forward = guarded(forward, getattr(mixin, "original_forward", before))
+            repeatable = getattr(mixin, "repeatable", False)
+            forward = guarded(_renamed(forward, before), getattr(mixin, "original_forward", before), repeatable)
         if mixin.small_below:
             forward = _left_if_small(forward, before, mixin)
         content["forward"] = _with_signature(forward, before)
     return cast(Any, type(original.__name__, bases, content))
+
+
+def _renamed(ours: Any, original: Any) -> Any:
+    """Our method, which takes the keywords of the original one."""
+    mine, theirs = (list(inspect.signature(method).parameters.values()) for method in (ours, original))
+    named = [parameter.name for parameter in mine if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    names = {given.name: name for name, given in zip(named, theirs, strict=False) if given.name != name}
+    if not names:
+        return ours
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return ours(self, *args, **{names.get(name, name): value for name, value in kwargs.items()})
+
+    return forward
 
 
 def _with_signature(function: Any, original: Any) -> Any:

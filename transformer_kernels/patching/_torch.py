@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from transformer_kernels import nn as ours
 from transformer_kernels import ops
+from transformer_kernels.backends.dispatch import requested
 from transformer_kernels.patching._fused import activated, add_norm, dropped
 from transformer_kernels.patching._products import product, product_of
 from transformer_kernels.patching._real_tokens import RealTokens, zeroed
@@ -17,10 +18,12 @@ from transformer_kernels.patching._swap import is_plain
 
 
 class LayerNorm(ours.LayerNorm):
+    repeatable = True
     operation = small_below = "layer_norm"
 
 
 class RMSNorm(nn.RMSNorm):
+    repeatable = True
     operation = small_below = "rms_norm"
     backend: str | None
 
@@ -33,10 +36,12 @@ class RMSNorm(nn.RMSNorm):
 
 
 class GELU(ours.GELU):
+    repeatable = True
     operation = small_below = "gelu"
 
 
 class Softmax(ours.Softmax):
+    repeatable = True
     operation = small_below = "softmax"
 
     @staticmethod
@@ -45,6 +50,8 @@ class Softmax(ours.Softmax):
 
 
 class MultiHeadAttention(ours.MultiHeadAttention):
+    repeatable = True
+    causal_by_itself = False
     operation = "attention"
     small_below = 1 << 17
     small_tensors = 3  # with a mask, rows that see no key have another result
@@ -76,7 +83,7 @@ class MultiHeadAttention(ours.MultiHeadAttention):
         q, k, v = self._project(x, x, x)
         dropout_p = self.dropout if self.training else 0.0
         mixed = ops.attention(q, k, v, cu_seqlens=bounds, dropout_p=dropout_p, backend=self.backend)
-        return product_of(self.out_proj, self._join_heads(mixed, batched=True), self.backend)
+        return self._product(self._join_heads(mixed, batched=True), self.out_proj.weight, self.out_proj.bias)
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return product(x, weight, bias, self.backend)
@@ -174,6 +181,8 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         is_causal: bool = False,
     ) -> Tensor:
         masks = {"attn_mask": src_mask, "key_padding_mask": src_key_padding_mask, "is_causal": is_causal}
+        if is_causal and src_mask is None and requested(self.backend) == "auto":
+            return self.as_before((src, src_mask, src_key_padding_mask, is_causal), {})
         return _stacked(self, src, [(self.self_attn, None, masks)], [self.norm1, self.norm2])
 
 

@@ -13,6 +13,7 @@ from transformer_kernels.patching import _fused
 from transformer_kernels.patching._fused import add_norm
 from transformer_kernels.patching._products import by_columns
 from transformer_kernels.patching._swap import Mixin, MovedDropout, is_plain, swap
+from transformer_kernels.patching._torch_calls import is_autocast
 
 
 class Activation(Mixin):
@@ -112,6 +113,7 @@ class LabelsOutside(Mixin):
         out = super().forward(*args, **given)
         logits = out[0] if isinstance(out, tuple) else out.logits
         loss = ops.cross_entropy(logits.flatten(0, -2), labels.to(logits.device).flatten(), backend=self.backend)
+        loss = loss if is_autocast(logits) else loss.to(logits.dtype)
         return (loss, *out) if isinstance(out, tuple) else type(out)(loss=loss, **out)
 
     def _given(self, labels: Tensor, positional: int, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -241,3 +241,39 @@ def test_dropout_of_torchs_multi_head_attention(training):
     assert matched["multi_head_attention"] == 1 and torch.equal(*found) is not training
     if not training:
         same(model, compiled, x)
+
+
+class Normed(nn.Module):
+    """The sum of two tensors and its norm."""
+
+    def __init__(self, norm: str, eps: float | None) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(8, eps=eps) if norm == "rms_norm" else nn.LayerNorm(8, eps=1e-5 if eps is None else eps)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        summed = x + y
+        return summed, self.norm(summed), self.norm(x)
+
+
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("eps", [None, 1e-3, 0.0])
+def test_norms_with_and_without_an_eps(norm, eps):
+    model = Normed(norm, eps)
+    compiled, matched = routed(model)
+    inputs = torch.randn(4, 8), torch.randn(4, 8)
+    expected = model(*inputs)
+    for mine, theirs in zip(compiled(*inputs), expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert dict(matched) == ({} if eps == 0.0 else {f"add_{norm}": 1, norm: 1})
+
+
+def test_two_calls_that_draw_are_two_values():
+    """Attention with dropout, called twice with the same arguments: its product with itself is not its square."""
+
+    def program(q: Tensor, weight: Tensor) -> Tensor:
+        first, second = (nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=0.5) for _ in range(2))
+        return first * torch.rsqrt((first * second).mean(-1, keepdim=True) + 1e-5) * weight
+
+    compiled, matched = routed(program)
+    compiled(torch.ones(2, 2, 8, 8), torch.ones(8))
+    assert "rms_norm" not in matched

@@ -21,6 +21,9 @@ class Expr(NamedTuple):
 
 
 OPAQUE = Expr("opaque", ())
+RANDOM = ("opaque", "dropout", "sdpa", "mha")
+"""Operations that may have another result for the same arguments."""
+
 REACH = 3
 """How many nodes an expression may look through."""
 
@@ -177,7 +180,7 @@ class Canonical:
         if not isinstance(a, fx.Node) or not isinstance(b, fx.Node):
             return a is b
         known = self.of(a)
-        return known.op not in ("opaque", "dropout") and known == self.of(b)
+        return known.op not in RANDOM and known == self.of(b)
 
     def number(self, value: Any) -> float | int | None:
         """The number that a value always is, or None."""

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from transformer_kernels.patching._torch_calls import default_eps
 from transformer_kernels.patching.graph._canonical import (
     FLAT,
     OPAQUE,
@@ -392,13 +393,20 @@ def _layer_norm(
     c: Canonical, node: fx.Node, input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None,
     eps: Any = 1e-5, cudnn_enable: Any = True,
 ) -> Expr | None:  # fmt: skip
-    return Expr("layer_norm", (input, weight, bias, eps)) if len(normalized_shape) == 1 else None
+    fits = len(normalized_shape) == 1 and _is_positive(eps)
+    return Expr("layer_norm", (input, weight, bias, eps)) if fits else None
 
 
 def _rms_norm(
     c: Canonical, node: fx.Node, input: Any, normalized_shape: Any, weight: Any = None, eps: Any = None
 ) -> Expr | None:
-    return Expr("rms_norm", (input, weight, eps)) if len(normalized_shape) == 1 else None
+    eps = default_eps(fake(input).dtype) if eps is None else eps
+    fits = len(normalized_shape) == 1 and _is_positive(eps)
+    return Expr("rms_norm", (input, weight, eps)) if fits else None
+
+
+def _is_positive(eps: Any) -> bool:
+    return number(eps) is None or eps > 0.0
 
 
 def _sdpa(
