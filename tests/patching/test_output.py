@@ -6,11 +6,13 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import transformer_kernels as tk
 from tests.support.transformers_models import one_thread  # noqa: F401  # a fixture of every test here
 from transformer_kernels.backends import cpu
+from transformer_kernels.patching import _output
 from transformer_kernels.patching._output import OutputLayer
 from transformer_kernels.patching._swap import swap
 
@@ -52,6 +54,15 @@ def test_gradients_are_those_of_a_linear_layer(rows, bias):
     assert torch.equal(ours(x), eager(x))
     for mine, theirs in zip(gradients(ours, x, rows), gradients(eager, x, rows), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_inference_is_the_product_of_any_patched_layer(monkeypatch):
+    eager, ours = pair()
+    called = []
+    monkeypatch.setattr(_output, "product", lambda *given: called.append(given) or F.linear(*given[:3]))
+    x = torch.randn(2, 12, 6)
+    with torch.no_grad():
+        assert torch.equal(ours(x), eager(x)) and len(called) == 1
 
 
 def test_only_rows_with_a_gradient_are_multiplied():

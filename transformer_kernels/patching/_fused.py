@@ -10,7 +10,6 @@ from torch.compiler import is_compiling
 
 from transformer_kernels import ops
 from transformer_kernels.ops._crossovers import is_small
-from transformer_kernels.patching._products import by_columns
 from transformer_kernels.patching._swap import MovedDropout, class_path, is_plain, original_class
 
 GELU_CLASSES = {
@@ -19,7 +18,6 @@ GELU_CLASSES = {
     "transformers.activations.GELUTanh": "tanh",
     "transformers.activations.FastGELUActivation": "tanh",
 }
-CONV1D = "transformers.pytorch_utils.Conv1D"
 
 
 def dropped(branch: Tensor, dropout: Any) -> Tensor:
@@ -54,19 +52,17 @@ def gelu_kind(activation: Any) -> str | None:
 
 def activated(x: Tensor, linear: Any, activation: Any, backend: str | None) -> Tensor:
     """activation(linear(x)) in one operation if possible, else with the bias added by the activation."""
-    if isinstance(linear, nn.Linear) and is_small("linear", x, x.numel(), backend):
+    if is_small("linear", x, x.numel(), backend):
         return activation(linear(x))
     approximate = gelu_kind(activation)
-    relu = activation is F.relu or is_plain(activation, nn.ReLU) if approximate is None else False
-    transposed = class_path(linear) == CONV1D
-    plain = is_plain(linear, original_class(linear) if transposed else nn.Linear)
+    relu = approximate is None and (activation is F.relu or is_plain(activation, nn.ReLU))
     bias = linear.bias
-    if not plain or not isinstance(bias, Tensor) or not (relu or approximate):
+    if not is_plain(linear, nn.Linear) or not isinstance(bias, Tensor) or not (relu or approximate):
         return activation(linear(x))
-    if not transposed and not is_compiling():
+    if not is_compiling():
         kind = "relu" if relu else "gelu_tanh" if approximate == "tanh" else "gelu"
         return ops.linear(x, linear.weight, bias, activation=kind, backend=backend)
-    product = by_columns(x, linear.weight, None, backend) if transposed else F.linear(x, linear.weight)
+    product = F.linear(x, linear.weight)
     if relu:
         return ops.bias_relu(product, bias, backend=backend)
     return ops.bias_gelu(product, bias, approximate=approximate or "none", backend=backend)

@@ -13,7 +13,7 @@ from transformer_kernels.graphs import in_one_piece
 from transformer_kernels.ops._foreign import foreign
 from transformer_kernels.ops.linear import LinearCall
 from transformer_kernels.ops.linear import _cpu as linear_cpu
-from transformer_kernels.patching._products import AnyLinear, are_ours, is_eager_cpu
+from transformer_kernels.patching._products import AnyLinear, are_ours, is_eager_cpu, product
 
 FEW = 0.75  # of the rows; for more of them, gathering does not pay
 FIRST_COLUMNS = 64  # a softmax has a gradient for each class
@@ -31,7 +31,7 @@ class OutputLayer(AnyLinear):
     def forward(self, input: Tensor) -> Tensor:
         eager = is_eager_cpu(input) and foreign(self.weight) is None
         if not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or not eager:
-            return F.linear(input, self.weight, self.bias)
+            return product(input, self.weight, self.bias, self.backend)
         return _RowsWithGradient.apply(input, self.weight, self.bias, are_ours(input, self.weight, self.backend))
 
 

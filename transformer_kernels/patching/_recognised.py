@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from transformer_kernels import ops
 from transformer_kernels.patching._forms import fingerprint, forward_fingerprint, table_layout
-from transformer_kernels.patching._fused import activated, add_norm, gelu_kind
+from transformer_kernels.patching._fused import add_norm, gelu_kind
 from transformer_kernels.patching._products import adopt_linear_layers
 from transformer_kernels.patching._swap import (
     CHOICES,
@@ -207,15 +207,6 @@ class MLP(Mixin):
         adopt_linear_layers(self)
 
 
-class GPT2MLP(Mixin):
-    """dropout(proj(act(fc(x)))) (GPT-2, GPT-Neo)."""
-
-    operation = "bias_gelu"
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.dropout(self.c_proj(activated(hidden_states, self.c_fc, self.act, self.backend)))
-
-
 class RotaryAttention(ByBackend):
     """The original forward, in which `rotary` replaces `apply_rotary_pos_emb`, and with it our attention function."""
 
@@ -296,7 +287,6 @@ FORMS: dict[str, type] = {
     "70b2a0d02719": GatedMLP,  # Idefics
     "95bd1dc7ed8d": PackedGatedMLP,  # Phi-3
     "0c9b6c184b06": T5GatedMLP,
-    "61229ebf86cb": GPT2MLP,
     "7abd61c6f9d2": MLP,  # timm
     "f4483cc6de91": DecoderLayer,  # Llama
 }

@@ -203,7 +203,7 @@ REPLACEMENTS: dict[str, type] = {
     "transformers.activations.GELUTanh": TanhActivation,
     **{f"{family}{name}": ResidualNorm for family in (BERT, ROBERTA) for name in ("SelfOutput", "Output")},
     f"{DISTILBERT}TransformerBlock": DistilBertBlock,
-    _fused.CONV1D: Conv1D,
+    "transformers.pytorch_utils.Conv1D": Conv1D,
     f"{GPT2}Block": GPT2Block,
     f"{BERT}ForMaskedLM": LabelsOutside,
     f"{ROBERTA}ForMaskedLM": LabelsOutside,

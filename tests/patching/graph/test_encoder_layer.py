@@ -49,10 +49,11 @@ def test_inference_of_an_encoder(options, masks):
     assert matched["encoder_layer"] == 2
 
 
-def test_small_inputs_stay_torchs():
-    model = encoder().eval()
+@pytest.mark.parametrize(("rows", "width"), [(16, 16), (96, 128)])
+def test_small_inputs_stay_torchs(rows, width):
+    model = nn.TransformerEncoderLayer(width, 2, 4 * width, batch_first=True).eval()
     route = graph.GraphRoute()
-    x = torch.randn(2, 8, 16)
+    x = torch.randn(2, rows // 2, width)
     with torch.no_grad():
         torch.compile(model, backend=route)(x)
     assert "encoder_layer" not in route.report().matched

@@ -15,108 +15,20 @@ from transformer_kernels.ops._plan import dispatch_modes
 from transformer_kernels.patching.graph._canonical import fake, name_of
 from transformer_kernels.patching.graph._writes import Writes
 
-DETERMINISTIC = frozenset(
-    [
-        "ones",
-        "zeros",
-        "full",
-        "arange",
-        "eye",
-        "tril",
-        "triu",
-        "tensor",
-        "as_tensor",
-        "scalar_tensor",
-        "linspace",
-        "outer",
-        "ones_like",
-        "zeros_like",
-        "full_like",
-        "new_ones",
-        "new_zeros",
-        "new_full",
-        "new_tensor",
-        "add",
-        "sub",
-        "mul",
-        "div",
-        "pow",
-        "neg",
-        "abs",
-        "sqrt",
-        "rsqrt",
-        "reciprocal",
-        "exp",
-        "log",
-        "cos",
-        "sin",
-        "square",
-        "clamp",
-        "minimum",
-        "maximum",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "not",
-        "and",
-        "or",
-        "masked_fill",
-        "where",
-        "getitem",
-        "getattr",
-        "view",
-        "reshape",
-        "expand",
-        "expand_as",
-        "repeat",
-        "repeat_interleave",
-        "unsqueeze",
-        "squeeze",
-        "transpose",
-        "permute",
-        "flatten",
-        "cat",
-        "stack",
-        "contiguous",
-        "clone",
-        "float",
-        "half",
-        "bfloat16",
-        "double",
-        "bool",
-        "int",
-        "long",
-        "to",
-        "type",
-        "type_as",
-        "detach",
-        "logical_xor",
-        "floor_divide",
-        "remainder",
-        "sum",
-        "cumsum",
-        "size",
-        "any",
-        "all",
-        "item",
-        "rsub",
-        "ger",
-        "tril_indices",
-        "view_as_complex",
-        "view_as_real",
-        "polar",
-        "chunk",
-        "split",
-        "unbind",
-        "narrow",
-        "select",
-        "movedim",
-        "mT",
-    ]
-)
+CREATED = """
+    ones zeros full arange eye tril triu tril_indices tensor as_tensor scalar_tensor linspace ones_like zeros_like
+    full_like new_ones new_zeros new_full new_tensor
+"""
+COMPUTED = """
+    add sub rsub mul div floor_divide remainder pow neg abs sqrt rsqrt reciprocal square exp log cos sin polar outer
+    ger clamp minimum maximum sum cumsum eq ne lt le gt ge not and or logical_xor any all masked_fill where
+"""
+ARRANGED = """
+    getitem getattr size item view reshape flatten expand expand_as repeat repeat_interleave unsqueeze squeeze
+    transpose permute movedim mT narrow select chunk split unbind cat stack view_as_complex view_as_real
+"""
+COPIED = "contiguous clone detach float half bfloat16 double bool int long to type type_as"
+DETERMINISTIC = frozenset(f"{CREATED} {COMPUTED} {ARRANGED} {COPIED}".split())
 """Operators whose results depend on their arguments alone."""
 
 MAX_STORED = 8

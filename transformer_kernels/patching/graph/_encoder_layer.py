@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.nn.modules import transformer
 
 from transformer_kernels import ops
+from transformer_kernels.backends import cpu
 from transformer_kernels.ops._operation import is_traced
 from transformer_kernels.ops._pattern import Call, Match, Option, Pattern, Prepared, Replacement
-from transformer_kernels.ops.linear._cpu import are_few
+from transformer_kernels.ops.linear._cpu import MIN_ROWS
 from transformer_kernels.patching._products import faster_linear
 
 PARAMETERS = ("x", "width", "heads", "in_weight", "in_bias", "out_weight", "out_bias", "gelu", "norm_first", "eps",
@@ -79,7 +80,8 @@ def _replace(match: Match) -> Replacement | str:
         return "the dtypes differ"
     if torch.is_autocast_enabled(x.device.type):
         return "autocast chooses its dtypes"
-    if match.is_auto and (not x.is_cpu or are_few(match.size(*x.shape[:-1]), match.fake("in_weight"))):
+    few = match.size(*x.shape[:-1]) < MIN_ROWS and not cpu.is_reproducible()
+    if match.is_auto and (few or not x.is_cpu):
         return "PyTorch's function is the faster one at this size"
     values = tuple(match.bound[name] for name in PARAMETERS)
     mask = match.bound["mask"]

@@ -130,10 +130,6 @@ def _pow(c: Canonical, node: fx.Node, a: Any, b: Any) -> Expr | None:
     return Expr(name, (a,)) if name is not None and is_tensor(a) else None
 
 
-def _square(c: Canonical, node: fx.Node, a: Any) -> Expr | None:
-    return Expr("square", (a,))
-
-
 def _reciprocal(c: Canonical, node: fx.Node, a: Any) -> Expr | None:
     root = c.of(a)
     return Expr("rsqrt", root.args, (a,)) if root.op == "sqrt" else Expr("div", (1, a))
