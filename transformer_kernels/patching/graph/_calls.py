@@ -63,11 +63,6 @@ def _linear_under_autocast(match: Match, values: tuple[Any, ...]) -> Replacement
     return Replacement(autocast_linear, values)
 
 
-def autocast_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    result = calls.linear("auto", x, weight, bias)
-    return F.linear(x, weight, bias) if isinstance(result, str) else result
-
-
 def _linear_relu(match: Match) -> Replacement | str:
     found = _linear(match)
     if isinstance(found, str):
@@ -130,6 +125,7 @@ def _handled(handler: Callable[..., Tensor | str], original: Callable[..., Tenso
 
 
 attention = _handled(calls.attention, F.scaled_dot_product_attention)
+autocast_linear = _handled(calls.linear, F.linear)
 
 
 def _attention(match: Match) -> Replacement | str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import operator
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +11,8 @@ from torch import Tensor
 
 from transformer_kernels.ops._operation import is_traced
 from transformer_kernels.ops._pattern import Call, Match, Option, Pattern, Replacement
-from transformer_kernels.patching import _torch_calls as calls
 from transformer_kernels.patching._products import faster_linear
+from transformer_kernels.patching.graph._calls import attention
 
 PARAMETERS = tuple(inspect.signature(F.multi_head_attention_forward).parameters)
 ABSENT = ("bias_k", "bias_v", "static_k", "static_v", "add_zero_attn", "use_separate_proj_weight")
@@ -35,11 +34,9 @@ def multi_head_attention(
     visible = _visible(mask, padding, q, k)
     dropout = p if training else 0.0
     if need_weights and visible is not None and _hides_rows(visible):
-        out: Any = _as_written(q, k, v, visible, dropout)
+        out = _as_written(q, k, v, visible, dropout)
     else:
-        out = calls.attention(backend or "auto", q, k, v, visible, dropout, causal)
-        if isinstance(out, str):
-            out = F.scaled_dot_product_attention(q, k, v, visible, dropout, causal)
+        out = attention(q, k, v, visible, dropout, causal, backend=backend or "auto")
     joined = out.permute(2, 0, 1, 3).reshape(query.shape)
     return faster_linear(joined, out_weight, out_bias, backend), None
 
