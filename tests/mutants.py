@@ -111,21 +111,21 @@ MUTANTS = [
     Mutant(f"{PACKAGE}/backends/dispatch.py", "_scoped.reset(token)", "pass", "tests/test_dispatch.py"),
     # PyTorch
     Mutant(
-        f"{OPS}/_visible.py",
-        "tril_(keys - queries + scores.right)",
-        "tril_(keys - queries + scores.right + 1)",
+        f"{OPS}/attention/_torch_scores.py",
+        "tril_(first + scores.right)",
+        "tril_(first + scores.right + 1)",
         "tests/ops/test_attention.py -k 'over_lengths and torch-float32 and causal'",
     ),
     Mutant(
-        f"{OPS}/_visible.py",
-        "triu_(keys - queries - scores.left)",
-        "triu_(keys - queries - scores.left - 1)",
+        f"{OPS}/attention/_torch_scores.py",
+        "triu_(first - scores.left)",
+        "triu_(first - scores.left - 1)",
         "tests/ops/test_attention.py -k 'all_masks and torch-float32'",
     ),
     Mutant(
-        f"{OPS}/_visible.py",
-        "tril_(keys - queries + scores.right)",
-        "tril_(keys - queries + scores.left)",
+        f"{OPS}/attention/_torch_scores.py",
+        "tril_(first + scores.right)",
+        "tril_(first + scores.left)",
         "tests/ops/test_attention.py -k 'unequally and torch-float32'",
     ),
     Mutant(

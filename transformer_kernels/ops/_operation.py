@@ -186,6 +186,12 @@ class Operation:
         _plan.remember(self.plans, key, plan, arguments, call)
         return self.computed(plan, call, backend)
 
+    def ordered(self, options: Mapping[str, Any]) -> Iterable[Any]:
+        """The values of all options of `prepare`, in their order, by the names of those that are given."""
+        if unknown := options.keys() - self._options.keys():
+            raise TypeError(f"{self.name}() got an unexpected keyword argument {min(unknown)!r}")
+        return {**self._options, **options}.values()
+
     def prepared(self, arguments: tuple[Any, ...]) -> Any:
         """The validated call of the arguments of `run`."""
         if not self._options:
@@ -563,15 +569,14 @@ def takes_options_of(other: Callable[..., Any], *but: str) -> Callable[[P], P]:
     return decorated
 
 
-def _keyword_only(prepare: Callable[..., Any]) -> list[str]:
-    """The names of the keyword-only parameters that are not bound, in their order."""
+def _keyword_only(prepare: Callable[..., Any]) -> dict[str, Any]:
+    """The keyword-only parameters that are not bound, in their order, with their defaults."""
     bound = prepare.keywords if isinstance(prepare, partial) else {}
-    parameters = inspect.signature(prepare).parameters.values()
-    return [
-        parameter.name
-        for parameter in parameters
-        if parameter.kind is parameter.KEYWORD_ONLY and parameter.name not in bound
-    ]
+    return {
+        name: parameter.default
+        for name, parameter in inspect.signature(prepare).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY and name not in bound
+    }
 
 
 def _schema_types(call: type[Any], prefix: str = "") -> Iterable[tuple[str, str]]:

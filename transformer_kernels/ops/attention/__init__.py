@@ -112,8 +112,8 @@ Into = tuple[Tensor, Tensor, Tensor]
 
 if TYPE_CHECKING:
 
-    class Options(TypedDict, total=False):
-        """The options of `attention` but `return_lse`."""
+    class ScoreOptions(TypedDict, total=False):
+        """The options of `attention_weights`."""
 
         causal: bool
         key_padding_mask: Tensor | None
@@ -122,11 +122,15 @@ if TYPE_CHECKING:
         cu_seqlens: Tensor | None
         cu_seqlens_k: Tensor | None
         window: Window
-        dropout_p: float
         scale: float | None
         softcap: float | None
         sinks: Tensor | None
         backend: str | None
+
+    class Options(ScoreOptions, total=False):
+        """The options of `attention` but `return_lse`."""
+
+        dropout_p: float
 
 
 @overload
@@ -259,15 +263,12 @@ def prepare(
 
 def check_devices(q: Tensor, scores: Scores, **others: Tensor) -> None:
     """All tensors of a call are on the device of q."""
-    masks = (
-        scores.key_padding_mask, scores.mask if scores.bias is None else scores.bias, scores.alibi_slopes,
-        scores.sinks, scores.cu_seqlens, scores.cu_seqlens_k,
-    )  # fmt: skip
-    device = q.device
-    for tensor in (*others.values(), *masks):
-        if tensor is not None and tensor.device != device:
-            names = ("key_padding_mask", "attn_bias", "alibi_slopes", "sinks", "cu_seqlens", "cu_seqlens_k")
-            _checks.same_device(OP, q, **others, **dict(zip(names, masks, strict=True)))
+    names = {"bias": "attn_bias", "mask": "attn_bias"}
+    options = {
+        names.get(name, name): x for name, x in zip(scores._fields, scores, strict=True) if isinstance(x, Tensor)
+    }
+    if any(tensor.device != q.device for tensor in (*others.values(), *options.values())):
+        _checks.same_device(OP, q, **others, **options)
 
 
 def checked_operands(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

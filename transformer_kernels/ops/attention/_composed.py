@@ -16,6 +16,7 @@ from torch import Tensor
 from transformer_kernels.ops._derivatives import Block, Parts, blockwise
 from transformer_kernels.ops._dropout import dropped_in, keep_scale
 from transformer_kernels.ops._softcap import capped
+from transformer_kernels.ops.attention._torch_scores import distances, rows_and_keys, visible_block
 
 if TYPE_CHECKING:
     from transformer_kernels.ops.attention import AttentionCall
@@ -110,14 +111,6 @@ def spans(scores: Scores, queries: int, keys: int) -> list[tuple[slice, slice]]:
     return [pair for pair in zip(own, other, strict=True) if any(part.start != part.stop for part in pair)]
 
 
-def rows_and_keys(rows: slice, keys: slice, x: Any) -> Any:
-    """The part of a bias or mask with four axes, which broadcast, for these queries and keys; None of None."""
-    if x is None:
-        return None
-    x = x if x.shape[2] == 1 else x[:, :, rows]
-    return x if x.shape[3] == 1 else x[..., keys]
-
-
 def _block(call: AttentionCall, block: _QueryBlock, with_lse: bool) -> Block:
     """out and lse of some queries."""
     rows, keys, seed = block.rows, block.seen_keys, call.seed
@@ -158,10 +151,10 @@ def _weights(
     products = capped((q * scores.scale) @ k.mT, scores.softcap)
     products = products if bias is None else products + bias
     if scores.alibi_slopes is not None:
-        products = products - scores.alibi_slopes * _distances(rows, keys, shift, q.device).abs()
+        products = products - scores.alibi_slopes * distances(rows, keys, shift, q.device).abs()
     masks = bias, scores.mask, scores.key_ranges, scores.key_padding_mask
     may_be_hidden = may_be_hidden or any(mask is not None for mask in masks)
-    return normalised(products, _visible(scores, rows, keys, shift, q.device), may_be_hidden, sinks, with_lse)
+    return normalised(products, visible_block(scores, rows, keys, shift, q.device), may_be_hidden, sinks, with_lse)
 
 
 def normalised(
@@ -195,32 +188,6 @@ def _zeros(q: Tensor, v: Tensor, with_lse: bool) -> Parts:
     """out and lse of queries that see no key."""
     out = q.new_zeros(*q.shape[:3], v.shape[3])
     return (out, q.new_full(q.shape[:3], -math.inf)) if with_lse else (out,)
-
-
-def _distances(rows: slice, keys: slice, shift: int, device: torch.device) -> Tensor:
-    """Key position minus aligned query position, int64 (queries, keys)."""
-    position = torch.arange(rows.start + shift, rows.stop + shift, device=device)
-    return torch.arange(keys.start, keys.stop, device=device) - position[:, None]
-
-
-def _visible(scores: Scores, rows: slice, keys: slice, shift: int, device: torch.device) -> Tensor | None:
-    """Bool, broadcasts to the scores of these queries and keys, True = visible; None: all."""
-    masks = []
-    if keys.stop - 1 > rows.start + shift + scores.right or keys.start < rows.stop - 1 + shift - scores.left:
-        away = _distances(rows, keys, shift, device)
-        masks.append((away >= -scores.left) & (away <= scores.right))
-    if scores.key_padding_mask is not None:
-        masks.append(scores.key_padding_mask[:, None, None, keys])
-    if scores.key_ranges is not None:
-        ranges = scores.key_ranges if scores.key_ranges.shape[2] == 1 else scores.key_ranges[:, :, rows]
-        key, (first, end) = torch.arange(keys.start, keys.stop, device=device), ranges.unsqueeze(-2).unbind(-1)
-        masks.append((key >= first) & (key < end))
-    if scores.mask is not None:
-        masks.append(rows_and_keys(rows, keys, scores.mask))
-    seen = None
-    for mask in masks:
-        seen = mask if seen is None else seen & mask
-    return seen
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:

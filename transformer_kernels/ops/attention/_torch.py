@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from transformer_kernels.ops._kernels import Grads, Wanted
-from transformer_kernels.ops._visible import visible_mask
 from transformer_kernels.ops.attention import AttentionCall, AttentionResult, Into, like_output
 from transformer_kernels.ops.attention._common import AttentionKernels
-from transformer_kernels.ops.attention._composed import repeat_heads, rows_and_keys, spans
+from transformer_kernels.ops.attention._composed import repeat_heads, spans
 from transformer_kernels.ops.attention._torch_chunks import (
     as_dtype_of,
     backward_in_chunks,
     forward_in_chunks,
     sum_heads,
 )
+from transformer_kernels.ops.attention._torch_scores import rows_and_keys, visible_mask
 
 aten = torch.ops.aten
 

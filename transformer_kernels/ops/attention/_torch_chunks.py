@@ -11,9 +11,9 @@ from transformer_kernels.backends import cpu
 from transformer_kernels.ops._dropout import drop, keep_scale
 from transformer_kernels.ops._kernels import Grads
 from transformer_kernels.ops._softcap import cap, cap_slope
-from transformer_kernels.ops._visible import added_bias
 from transformer_kernels.ops.attention import AttentionCall, AttentionResult, Into, like_output
 from transformer_kernels.ops.attention._composed import repeat_heads
+from transformer_kernels.ops.attention._torch_scores import added_bias
 
 aten = torch.ops.aten
 

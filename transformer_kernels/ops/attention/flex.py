@@ -16,7 +16,7 @@ from transformer_kernels.backends.dispatch import requested
 from transformer_kernels.backends.errors import UnsupportedByBackend
 from transformer_kernels.ops import _checks, _operation
 from transformer_kernels.ops.attention import OPERATION, checked_operands
-from transformer_kernels.ops.attention._composed import repeat_heads
+from transformer_kernels.ops.attention._composed import normalised, repeat_heads
 from transformer_kernels.ops.attention._mods import Unknown, at_positions, form_of, narrowed, reads_values, remembered
 from transformer_kernels.ops.attention._structure import Shape, understood
 
@@ -282,10 +282,11 @@ def _by_kernels(
             mask = given
         else:  # kernels of a GPU
             mask, bias = None, given if bias is None else bias + given
-    outputs = OPERATION.run(
-        backend, query, key, value, 0.0, with_lse, causal, padding, bias, effect.slopes, None, None, None, scale,
-        effect.softcap, None, ranges, mask, outputs=2 if with_lse else 1,
-    )  # fmt: skip
+    options = OPERATION.ordered({
+        "return_lse": with_lse, "causal": causal, "key_padding_mask": padding, "attn_bias": bias, "scale": scale,
+        "alibi_slopes": effect.slopes, "softcap": effect.softcap, "key_ranges": ranges, "mask": mask,
+    })  # fmt: skip
+    outputs = OPERATION.run(backend, query, key, value, *options, outputs=2 if with_lse else 1)
     out, lse = outputs if with_lse else (outputs, None)
     return out[..., : value.shape[3]].to(dtype), lse
 
@@ -327,10 +328,5 @@ def _block(
         scores = (q.to(wide) @ k.to(wide).transpose(-2, -1)) * scale
         batch, heads, queries, keys = _positions((1, *scores.shape[1:]))
         scores = at_positions(score_mod, (batch + first[0], heads, queries + first[1], keys), scores).to(wide)
-        if seen is not None:
-            scores = scores.masked_fill(~seen, -math.inf)
-        hidden = (scores == -math.inf).all(dim=-1, keepdim=True)
-        scores = scores.masked_fill(hidden, 0.0)
-        weights = torch.softmax(scores, dim=-1).masked_fill(hidden, 0.0)
-        lse = torch.logsumexp(scores, dim=-1).masked_fill(hidden.squeeze(-1), -math.inf)
+        weights, lse = normalised(scores, seen, True, None, with_lse=True)
         return (weights @ v.to(wide)).to(q.dtype), lse

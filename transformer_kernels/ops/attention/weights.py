@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,11 +12,17 @@ from transformer_kernels.backends import in_dtype_of
 from transformer_kernels.ops import _operation
 from transformer_kernels.ops._kernels import Adapter, Grads, Wanted, record
 from transformer_kernels.ops._softcap import cap, cap_slope, capped
-from transformer_kernels.ops._visible import added_bias, visible_mask
+from transformer_kernels.ops.attention import attention
 from transformer_kernels.ops.attention import prepare as checked_attention
 from transformer_kernels.ops.attention._composed import normalised
-from transformer_kernels.ops.attention.scores import Scores, Window, check_when_run, checked_scores
+from transformer_kernels.ops.attention._torch_scores import added_bias, visible_mask
+from transformer_kernels.ops.attention.scores import Scores, check_when_run, checked_scores
 from transformer_kernels.ops.softmax import SoftmaxCall
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from transformer_kernels.ops.attention import ScoreOptions
 
 OP = "attention_weights"
 
@@ -51,22 +57,8 @@ class AttentionWeightsCall(NamedTuple):
         check_when_run(self.scores, self.q.shape[2], self.k.shape[2])
 
 
-def attention_weights(
-    q: Tensor,
-    k: Tensor,
-    *,
-    causal: bool = False,
-    key_padding_mask: Tensor | None = None,
-    attn_bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    window: Window = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    backend: str | None = None,
-) -> Tensor:
+@_operation.takes_options_of(attention, "dropout_p", "return_lse")
+def attention_weights(q: Tensor, k: Tensor, **options: Unpack[ScoreOptions]) -> Tensor:
     """softmax(scale * q k^T + bias) over the keys that a query may see, by which `attention` multiplies the values.
 
     Its conventions (bottom-right causality, True = keep, window counts) are those of `attention`, not of torch. Memory
@@ -93,10 +85,7 @@ def attention_weights(
 
     Vaswani et al., "Attention Is All You Need", 2017, equation 1.
     """
-    return OPERATION.run(
-        backend, q, k, causal, key_padding_mask, attn_bias, alibi_slopes, cu_seqlens, cu_seqlens_k, window,
-        scale, softcap, sinks,
-    )  # fmt: skip
+    return OPERATION.run(options.pop("backend", None), q, k, *OPERATION.ordered(options))
 
 
 @_operation.takes_options_of(checked_scores, "key_ranges", "mask")

@@ -12,7 +12,6 @@ from transformer_kernels.ops import _checks, _operation
 from transformer_kernels.ops._crossovers import Native
 from transformer_kernels.ops._derivatives import Parts, contiguous
 from transformer_kernels.ops._kernels import Grads, Kernels, Wanted, record
-from transformer_kernels.ops._visible import causal_mask
 
 OP = "softmax"
 
@@ -44,7 +43,9 @@ class SoftmaxCall(NamedTuple):
         if mask is not None:
             scores = scores.masked_fill(~mask.reshape(x.shape), -math.inf)
         if causal:
-            scores = scores.masked_fill(~causal_mask(x.shape[-2], x.shape[-1], x.device), -math.inf)
+            queries, keys = x.shape[-2:]
+            visible = torch.ones(queries, keys, dtype=torch.bool, device=x.device).tril_(keys - queries)
+            scores = scores.masked_fill(~visible, -math.inf)
         return (torch.ops.aten._safe_softmax.default(scores, -1).to(x.dtype),)
 
     def tangents(self, kernels: Kernels, y: Tensor, given: Parts) -> tuple[Tensor]:
