@@ -154,7 +154,7 @@ def run(operation: str, make: Make, arguments: Arguments, backend: str = "triton
     """Forward and backward through the public function; the in-place kernels of cross_entropy directly."""
     if make is _in_place:
         kernels = dispatch.family("transformer_kernels.ops.loss", "triton")
-        kernels.row_losses_and_gradient(**{"options": RowLoss(-100, 0.0), **arguments})
+        kernels.row_losses(**{"options": RowLoss(-100, 0.0), **arguments}, in_place=True)
         return
     outputs = getattr(tk, operation)(**arguments, backend=backend)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)

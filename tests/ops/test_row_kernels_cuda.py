@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -72,7 +74,7 @@ def test_logits_are_read_once_and_their_gradient_is_written_once(emulation, dtyp
     counters = counted(emulation, LOSS.row_losses, logits, targets, RowLoss(-100, 0.1))
     assert counters["global_load_bytes"] == row_bytes + each_reads_its_target
     assert counters["global_store_bytes"] == 3 * 4 * rows  # loss, maximum, 1 / sum
-    counters = counted(emulation, LOSS.row_losses_and_gradient, logits, targets, RowLoss(-100, 0.1))
+    counters = counted(emulation, partial(LOSS.row_losses, in_place=True), logits, targets, RowLoss(-100, 0.1))
     assert counters["global_load_bytes"] == row_bytes + each_reads_its_target
     assert counters["global_store_bytes"] == row_bytes + 4 * rows
 
@@ -84,7 +86,7 @@ def test_what_lies_between_rows_of_logits_is_not_looked_at_and_becomes_zero(emul
     logits = buffer[:, :columns].copy_(random(5, columns, dtype=torch.bfloat16))
     expected = logits.clone()
     targets = torch.arange(5)
-    losses = LOSS.row_losses_and_gradient(logits, targets, RowLoss(-100, smoothing))[0]
+    losses = LOSS.row_losses(logits, targets, RowLoss(-100, smoothing), in_place=True)
     wide = torch.nn.functional.cross_entropy(expected.float(), targets, reduction="none", label_smoothing=smoothing)
     torch.testing.assert_close(losses, wide)
     assert torch.isfinite(logits).all() and (buffer[:, columns:] == 0).all()
@@ -163,7 +165,8 @@ def all_results(rows, columns):
         torch.autograd.backward(outputs, [torch.full_like(output, 0.37) for output in outputs])
         results += [*outputs, *(x.grad for x in tensors.values() if x.grad is not None)]
     logits = random(rows, columns, dtype=torch.bfloat16)
-    return [*results, *LOSS.row_losses_and_gradient(logits, torch.arange(rows), RowLoss(3, 0.1))]
+    losses = LOSS.row_losses(logits, torch.arange(rows), RowLoss(3, 0.1), in_place=True)
+    return [*results, losses, logits]
 
 
 @pytest.mark.parametrize("columns", [40, 45, 1000, 1100, 4100, 8300, 8301])

@@ -197,13 +197,11 @@ class LossKernels(Kernels):
     """Whether `forward_with_gradient` computes the gradient of these calls."""
 
     @classmethod
-    def row_losses(cls, logits: Tensor, targets: Tensor, options: RowLoss) -> Tensor:
-        """The loss of each row; logits (M, V) with any row stride, targets (M,)."""
-        raise NotImplementedError
+    def row_losses(cls, logits: Tensor, targets: Tensor, options: RowLoss, *, in_place: bool = False) -> Tensor:
+        """The loss of each row (M,); logits (M, V) with any row stride, targets (M,).
 
-    @classmethod
-    def row_losses_and_gradient(cls, logits: Tensor, targets: Tensor, options: RowLoss) -> tuple[Tensor, Tensor]:
-        """`row_losses`, and the gradient of their sum, which overwrites the logits."""
+        `in_place`: the gradient of the sum of the losses overwrites the logits.
+        """
         raise NotImplementedError
 
     @classmethod

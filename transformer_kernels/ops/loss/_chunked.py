@@ -210,9 +210,10 @@ class _Head:
         """The losses of a chunk of rows (R,); its gradients, times `scale`, are accumulated."""
         x, targets = self.x[rows].to(self.weight.dtype), targets[rows]  # (R, E), (R,)
         logits = self._logits(x, buffer[: x.shape[0]])
+        losses = self.kernels.row_losses(logits, targets, self.options, in_place=any(self.wanted))
         if not any(self.wanted):
-            return self.kernels.row_losses(logits, targets, self.options)
-        losses, dlogits = self.kernels.row_losses_and_gradient(logits, targets, self.options)
+            return losses
+        dlogits = logits
         if scale is not None:
             dlogits.mul_(scale[rows])
         if self.dx is not None:

@@ -108,23 +108,11 @@ class Kernels(LossKernels, Compiled):
         return call.beyond_classes()
 
     @classmethod
-    def row_losses(cls, logits: Tensor, targets: Tensor, options: RowLoss) -> Tensor:
-        """The loss of each row; logits (M, V) with any distance between rows, targets (M,)."""
-        statistics = logits.new_empty(2, targets.numel(), dtype=torch.float32)
-        return cls._row_losses(logits, targets, options, statistics, None)
-
-    @classmethod
-    def row_losses_and_gradient(cls, logits: Tensor, targets: Tensor, options: RowLoss) -> tuple[Tensor, Tensor]:
-        """`row_losses`, and the gradient of their sum, which is written over the logits."""
-        return cls._row_losses(logits, targets, options, None, logits), logits
-
-    @classmethod
-    def _row_losses(
-        cls, logits: Tensor, targets: Tensor, options: RowLoss, statistics: Tensor | None, dlogits: Tensor | None
-    ) -> Tensor:
+    def row_losses(cls, logits: Tensor, targets: Tensor, options: RowLoss, *, in_place: bool = False) -> Tensor:
         losses = torch.empty_like(targets, dtype=torch.float32)
+        statistics = None if in_place else logits.new_empty(2, targets.numel(), dtype=torch.float32)
         kernel = _losses(cls.machine, logits, targets.numel(), logits.stride(0), options)
-        kernel(logits, targets, losses, statistics, dlogits, None, options.weights)
+        kernel(logits, targets, losses, statistics, logits if in_place else None, None, options.weights)
         return losses
 
     @classmethod

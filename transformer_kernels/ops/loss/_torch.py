@@ -57,28 +57,21 @@ class Kernels(LossKernels):
         return (dlogits,)
 
     @classmethod
-    def row_losses(cls, logits: Tensor, targets: Tensor, options: RowLoss) -> Tensor:
-        """The loss of each row, (M, V), (M,) or probabilities (M, V) -> (M,)."""
-        if _is_plain(options, targets):
-            plain = options.ignore_index, options.label_smoothing
-            return _joined([_losses(_log_softmax(chunk), target, *plain) for chunk, target in _chunks(logits, targets)])
-        chunks = _chunks(logits, targets)
-        return _joined([_losses_of(_terms(options, chunk, target), options) for chunk, target in chunks])
-
-    @classmethod
-    def row_losses_and_gradient(cls, logits: Tensor, targets: Tensor, options: RowLoss) -> tuple[Tensor, Tensor]:
-        """`row_losses`, and the gradient of their sum, which overwrites the logits."""
+    def row_losses(cls, logits: Tensor, targets: Tensor, options: RowLoss, *, in_place: bool = False) -> Tensor:
+        """Targets may be probabilities (M, V)."""
         losses = []
         for chunk, target in _chunks(logits, targets):
             if _is_plain(options, targets):
                 log_p, plain = _log_softmax(chunk), (options.ignore_index, options.label_smoothing)
                 losses.append(_losses(log_p, target, *plain))
-                _write_gradient(log_p.exp_(), target, torch.ones_like(losses[-1]), *plain, chunk)
+                if in_place:
+                    _write_gradient(log_p.exp_(), target, torch.ones_like(losses[-1]), *plain, chunk)
             else:
                 terms = _terms(options, chunk, target)
                 losses.append(_losses_of(terms, options))
-                chunk.copy_(_gradient(terms, options))
-        return _joined(losses), logits
+                if in_place:
+                    chunk.copy_(_gradient(terms, options))
+        return losses[0] if len(losses) == 1 else torch.cat(losses)
 
 
 class _Terms(NamedTuple):
@@ -140,10 +133,6 @@ def _chunks(logits: Tensor, *others: Tensor) -> zip:  # type: ignore[type-arg]
     """Corresponding chunks of rows of each tensor; a single chunk except on the CPU."""
     rows = max(1, ELEMENTS_AT_ONCE // logits.shape[1]) if logits.device.type == "cpu" else max(1, logits.shape[0])
     return zip(*(tensor.split(rows) for tensor in (logits, *others)), strict=True)
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _log_softmax(logits: Tensor) -> Tensor:

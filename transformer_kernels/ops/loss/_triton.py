@@ -310,17 +310,11 @@ class Kernels(LossKernels):
         return CrossEntropyResult(loss, statistics, count)
 
     @classmethod
-    def row_losses(cls, logits: Tensor, targets: Tensor, options: RowLoss, in_place: bool = False) -> Tensor:
-        """The loss of each row; logits (M, V) with any row stride, overwritten by their gradient if `in_place`."""
+    def row_losses(cls, logits: Tensor, targets: Tensor, options: RowLoss, *, in_place: bool = False) -> Tensor:
         losses = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
         statistics = None if in_place else losses.new_empty((2, targets.numel()))
         _losses(logits, options, in_place)(logits, targets, options.weights, losses, statistics)
         return losses
-
-    @classmethod
-    def row_losses_and_gradient(cls, logits: Tensor, targets: Tensor, options: RowLoss) -> tuple[Tensor, Tensor]:
-        """`row_losses`, and the gradient of their sum, which overwrites the logits."""
-        return cls.row_losses(logits, targets, options, in_place=True), logits
 
     @classmethod
     def summing(cls, losses: Tensor, ignore_index: int, reduction: str) -> Any:
