@@ -53,9 +53,6 @@ class Machine(Protocol):
     def index(self, ids: Any) -> Any:
         """Indices or None in a dtype that row kernels read; they must outlive the launch."""
 
-    def stream_of(self, tensor: Tensor) -> tuple[int, int]:
-        """The device index and stream handle on which a kernel over this tensor runs."""
-
     def bind(self, kernel: str, device: torch.device, **fields: Any) -> Any:
         """A kernel with these fields of its structure (csrc/calls), in order; the device and the stream are added.
 

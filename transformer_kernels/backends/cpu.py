@@ -209,11 +209,6 @@ def within(ids: torch.Tensor, limit: int, ignored: int = 0) -> bool:
     return lowest.item() >= 0 and highest.item() < limit  # tensors take nine times as long to compare
 
 
-def stream_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """No device or stream: kernels are synchronous."""
-    return 0, 0
-
-
 def bind(kernel: str, device: torch.device, **fields: Any) -> Any:
     """A kernel with these fields, which computes synchronously."""
     return getattr(load(), kernel)(**fields, device=0, stream=0)

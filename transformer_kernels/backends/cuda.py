@@ -96,14 +96,6 @@ def cause() -> BaseException | None:
     return None if _failure is None else _failure.__cause__
 
 
-def stream_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """The device index and raw stream handle for kernels on this tensor."""
-    index = tensor.device.index
-    if not tensor.is_cuda:
-        return 0, 0
-    return index, torch._C._cuda_getCurrentRawStream(index)
-
-
 def bind(kernel: str, device: torch.device, **fields: Any) -> Any:
     """A kernel with these fields, launched on the stream that is current at each call."""
     index = device.index
@@ -146,7 +138,7 @@ def partials(x: torch.Tensor, rows: int, columns: int, sums: int, by_columns: bo
     """
     rows_per_block = COLUMN_TILE_ROWS if by_columns else 4 if columns <= WIDEST_ROW_PER_WARP else 1
     blocks = -(-rows // (ROWS_PER_THREAD_GROUP * rows_per_block))
-    count = min(blocks, BLOCKS_PER_MULTIPROCESSOR * _multiprocessors(stream_of(x)[0]))
+    count = min(blocks, BLOCKS_PER_MULTIPROCESSOR * _multiprocessors(x.device.index or 0))
     return x.new_empty((sums, count, columns), dtype=torch.float32), count
 
 

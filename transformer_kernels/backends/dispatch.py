@@ -146,11 +146,10 @@ def kernels_of(operation: Operation, backend: str) -> Any:
 
 def backend_of(operation: Operation, kernels: Any) -> str:
     """The name of the backend that these kernels of an operation were selected from."""
-    if (name := getattr(kernels, "backend", None)) is not None:  # an `Adapter`
-        return str(name)
-    machine = getattr(kernels, "machine", None)
-    if machine is not None:
-        return next(name for name, backend in REGISTERED.items() if backend.machine is machine)
+    if kernels.backend is not None:
+        return str(kernels.backend)
+    if kernels.machine is not None:
+        return next(name for name, backend in REGISTERED.items() if backend.machine is kernels.machine)
     loaded = ((name, kind) for (op, name), kind in _kernels.items() if op == operation.name and kind is not None)
     return next((name for name, kind in loaded if isinstance(kernels, kind)), "auto")
 

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+import torch
 from torch import Tensor
 
 from transformer_kernels.backends import Machine
@@ -97,6 +98,10 @@ class Kernels:
     outputs, the first one in the layout of `Call.gradient_layout`.
     """
 
+    machine: Any = None
+    """The `Machine` of compiled kernels."""
+    backend: Any = None
+    """The backend whose kernels an `Adapter` calls."""
     forward_with_gradient: Any = None
     """(call) -> (result, the gradient of a loss) or None, with `scale_gradient(gradient, dloss)`, which multiplies the
     gradient in place; and, where it is that of an intermediate result, `below(call, gradient, wanted)` -> gradients."""
@@ -146,7 +151,7 @@ class Kernels:
 class Compiled(Kernels):
     """Kernels of a compiled module. CPU and CUDA share one source; `on(machine)` returns the class for one of them."""
 
-    machine: ClassVar[Machine]
+    machine: Machine
 
     @classmethod
     @functools.cache
@@ -158,6 +163,11 @@ class Compiled(Kernels):
         x = call[0]
         self._machine, self._device, self._dtype = self.machine, x.device, self.machine.DTYPE_CODES[x.dtype]
 
+    def _are_float32(self, *parameters: Any) -> list[bool]:
+        """Whether the machine's kernels read each of these parameters, or None, in float32."""
+        read = map(self._machine.parameter, parameters)
+        return [parameter is not None and parameter.dtype is torch.float32 for parameter in read]
+
     def _bind(self, kernel: str, **fields: Any) -> Any:
         """`Machine.bind` with the fields that follow the dtype in the kernel's structure."""
         return self._machine.bind(kernel, self._device, dtype=self._dtype, **fields)
@@ -167,7 +177,7 @@ class Adapter(Kernels):
     """Kernels of an operation that call the kernels of another one, `inner`, of the same backend."""
 
     inner: ClassVar[Any]
-    backend: ClassVar[str]
+    backend: str
     _made: Any = None
 
     @classmethod

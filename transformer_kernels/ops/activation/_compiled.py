@@ -24,8 +24,7 @@ class Kernels(Compiled):
         width = x.shape[-1] if x.dim() else 1
         self._rows, self._columns = x.numel() // width, width // 2 if gated and up is None else width
         self._kind: dict[str, Any] = {"kind": KINDS[kind], "gated": gated}
-        bias = self._machine.parameter(bias)
-        self._bias_is_float32 = bias is not None and bias.dtype is torch.float32
+        (self._bias_is_float32,) = self._are_float32(bias)
 
     @cached_property
     def _forward(self) -> Any:

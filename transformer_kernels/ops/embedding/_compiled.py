@@ -37,8 +37,7 @@ class Kernels(Compiled):
             "tokens_are_int64": tokens.dtype is torch.int64,
             "position_ids_are_int64": position_ids is not None and position_ids.dtype is torch.int64,
         }
-        parameters = machine.parameter(call.norm_weight), machine.parameter(call.norm_bias)
-        self._wide = [parameter is not None and parameter.dtype is torch.float32 for parameter in parameters]
+        self._wide = self._are_float32(call.norm_weight, call.norm_bias)
 
     @cached_property
     def _forward(self) -> Any:

@@ -27,8 +27,7 @@ class Kernels(Compiled):
         sums = machine.sum_like(weight, True)
         assert sums is not None
         self._sum, self._every = memory_of(sums), machine.sum_like(weight, False) is not None
-        parameters = machine.parameter(weight), machine.parameter(bias)
-        self._wide = [parameter is not None and parameter.dtype is torch.float32 for parameter in parameters]
+        self._wide = self._are_float32(weight, bias)
 
     @cached_property
     def _forward(self) -> Any:

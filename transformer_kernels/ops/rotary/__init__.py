@@ -84,9 +84,21 @@ class Heads(NamedTuple):
 class RotaryKernels(Kernels):
     """Forward and backward of a backend, on its `rotate`."""
 
+    def __init__(self, call: RotaryCall) -> None:
+        super().__init__(call)
+        self._bound: dict[tuple[int | bool, ...], Any] = {}
+
+    def bound(self, call: RotaryCall, heads: Heads, out: Heads, inverse: bool) -> Any:
+        """A kernel for the layout of these heads, to be called with (q, k, cos, sin, result of q, result of k)."""
+        raise NotImplementedError
+
     def rotate(self, call: RotaryCall, heads: Heads, out: Heads, *, inverse: bool) -> None:
         """Rotate heads by the angles of the call, or by their negatives, into `out`, which may be the same heads."""
-        raise NotImplementedError
+        layout = (*heads.strides(), *out.strides(), inverse)  # forward and backward have one each
+        kernel = self._bound.get(layout)
+        if kernel is None:
+            kernel = self._bound[layout] = self.bound(call, heads, out, inverse)
+        kernel(*heads, call.cos, call.sin, *out)
 
     def forward(self, call: RotaryCall) -> RotaryResult:
         return RotaryResult(*self._rotated(call, Heads(call.q, call.k), inverse=False))

@@ -84,25 +84,13 @@ def rotary_kernel(
 class Kernels(RotaryKernels):
     """Rotary positions by Triton for calls of one layout."""
 
-    def __init__(self, call: RotaryCall) -> None:
-        self._launches: dict[tuple[int | bool, ...], _triton.Launch] = {}
-
-    def rotate(self, call: RotaryCall, heads: Heads, out: Heads, *, inverse: bool) -> None:
-        """By a launch for the strides of the heads, of which forward and backward have their own."""
-        strides = (*heads.strides(), *out.strides(), inverse)
-        launch = self._launches.get(strides)
-        if launch is None:
-            launch = self._launches[strides] = _launch(call, heads, out, inverse)
-        launch(*heads, call.cos, call.sin, *out)
-
-
-def _launch(call: RotaryCall, heads: Heads, out: Heads, inverse: bool) -> _triton.Launch:
-    batch, count, length, width = heads.q.shape
-    kv_heads, half = 0 if heads.k is None else heads.k.shape[1], call.cos.shape[-1]
-    table = 0 if len(call.cos) == 1 else call.cos.stride(0)
-    block = max(8, _triton.next_power_of_2(half))
-    rows = max(1, BYTES // (block * heads.q.element_size()))
-    grid = (_triton.ceil_div(length, rows) * (count + kv_heads) * batch,)
-    numbers = (count, kv_heads, length, width, half, *heads.strides(), *out.strides(), table)
-    constants = (inverse, call.interleaved, _triton.vector_width(2, half, width), rows, block)
-    return _triton.Launch(rotary_kernel, grid, numbers, constants, num_warps=4)
+    def bound(self, call: RotaryCall, heads: Heads, out: Heads, inverse: bool) -> _triton.Launch:
+        batch, count, length, width = heads.q.shape
+        kv_heads, half = 0 if heads.k is None else heads.k.shape[1], call.cos.shape[-1]
+        block = max(8, _triton.next_power_of_2(half))
+        rows = max(1, BYTES // (block * heads.q.element_size()))
+        grid = (_triton.ceil_div(length, rows) * (count + kv_heads) * batch,)
+        table = 0 if len(call.cos) == 1 else call.cos.stride(0)
+        numbers = (count, kv_heads, length, width, half, *heads.strides(), *out.strides(), table)
+        constants = (inverse, call.interleaved, _triton.vector_width(2, half, width), rows, block)
+        return _triton.Launch(rotary_kernel, grid, numbers, constants, num_warps=4)
