@@ -112,20 +112,20 @@ MUTANTS = [
     # PyTorch
     Mutant(
         f"{OPS}/attention/_torch_scores.py",
-        "tril_(first + scores.right)",
-        "tril_(first + scores.right + 1)",
+        "tril_(first + right)",
+        "tril_(first + right + 1)",
         "tests/ops/test_attention.py -k 'over_lengths and torch-float32 and causal'",
     ),
     Mutant(
         f"{OPS}/attention/_torch_scores.py",
-        "triu_(first - scores.left)",
-        "triu_(first - scores.left - 1)",
+        "triu_(first - left)",
+        "triu_(first - left - 1)",
         "tests/ops/test_attention.py -k 'all_masks and torch-float32'",
     ),
     Mutant(
         f"{OPS}/attention/_torch_scores.py",
-        "tril_(first + scores.right)",
-        "tril_(first + scores.left)",
+        "tril_(first + right)",
+        "tril_(first + left)",
         "tests/ops/test_attention.py -k 'unequally and torch-float32'",
     ),
     Mutant(

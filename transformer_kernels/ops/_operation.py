@@ -188,9 +188,11 @@ class Operation:
 
     def ordered(self, options: Mapping[str, Any]) -> Iterable[Any]:
         """The values of all options of `prepare`, in their order, by the names of those that are given."""
-        if unknown := options.keys() - self._options.keys():
-            raise TypeError(f"{self.name}() got an unexpected keyword argument {min(unknown)!r}")
-        return {**self._options, **options}.values()
+        values = {**self._options, **options}
+        if len(values) > len(self._options):
+            unknown = next(name for name in options if name not in self._options)
+            raise TypeError(f"{self.name}() got an unexpected keyword argument {unknown!r}")
+        return values.values()
 
     def prepared(self, arguments: tuple[Any, ...]) -> Any:
         """The validated call of the arguments of `run`."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,34 +13,50 @@ if TYPE_CHECKING:
 
 def visible_mask(scores: Scores, queries: int, keys: int, device: torch.device) -> Tensor | None:
     """Bool, broadcasts to (B, H, queries, keys), True where a query sees a key; None where every query sees all."""
-    sequences = _same_sequence(scores, queries, keys)
-    if scores.cu_seqlens_k is not None:  # a window is aligned within each sequence
+    starts, starts_k = scores.cu_seqlens, scores.cu_seqlens_k
+    if starts is None or starts_k is None:
+        visible = _window(scores, queries, keys, keys - queries, device)
+        if starts is not None:
+            same = _same_sequence(starts, starts, queries, keys)
+            visible = same if visible is None else visible & same
+    else:  # a window is aligned within each sequence
         away = _distances(scores, queries, keys, device)
         within = (away >= -scores.left) & (away <= scores.right)
-        sequences = within if sequences is None else within & sequences
-        scores = scores._replace(left=queries + keys, right=queries + keys)
-    visible = visible_block(scores, slice(0, queries), slice(0, keys), keys - queries, device)
-    return sequences if visible is None else visible if sequences is None else visible & sequences
+        visible = _same_sequence(starts, starts_k, queries, keys) & within
+    return _masked(scores, visible, slice(0, queries), slice(0, keys), device)
 
 
 def visible_block(scores: Scores, rows: slice, keys: slice, shift: int, device: torch.device) -> Tensor | None:
     """`visible_mask` of some queries and keys of one sequence, in which query i is aligned to key i + shift."""
-    masks, count = [], (rows.stop - rows.start, keys.stop - keys.start)
-    first = rows.start + shift - keys.start  # the column to which the first query is aligned
-    limited_left, limited_right = scores.left < first + count[0] - 1, first + scores.right < count[1] - 1
-    if limited_left or limited_right:
-        window = torch.ones(count, dtype=torch.bool, device=device)
-        window = window.triu_(first - scores.left) if limited_left else window
-        masks.append(window.tril_(first + scores.right) if limited_right else window)
+    count, first = (rows.stop - rows.start, keys.stop - keys.start), rows.start + shift - keys.start
+    return _masked(scores, _window(scores, *count, first, device), rows, keys, device)
+
+
+def _window(scores: Scores, queries: int, keys: int, first: int, device: torch.device) -> Tensor | None:
+    """Bool (queries, keys) without what causality and windows hide; query i is aligned to column i + first."""
+    left, right = scores.left, scores.right
+    limited_left, limited_right = left < first + queries - 1, first + right < keys - 1
+    if not (limited_left or limited_right):
+        return None
+    visible = torch.ones(queries, keys, dtype=torch.bool, device=device)
+    visible = visible.triu_(first - left) if limited_left else visible
+    return visible.tril_(first + right) if limited_right else visible
+
+
+def _masked(scores: Scores, visible: Tensor | None, rows: slice, keys: slice, device: torch.device) -> Tensor | None:
+    """`visible` without what padding, ranges of keys and a mask hide."""
+    others = []
     if scores.key_padding_mask is not None:
-        masks.append(scores.key_padding_mask[:, None, None, keys])
+        others.append(scores.key_padding_mask[:, None, None, keys])
     if scores.key_ranges is not None:
         ranges = scores.key_ranges if scores.key_ranges.shape[2] == 1 else scores.key_ranges[:, :, rows]
-        key, (start, end) = torch.arange(keys.start, keys.stop, device=device), ranges.unsqueeze(-2).unbind(-1)
-        masks.append((key >= start) & (key < end))
+        key, (first, end) = torch.arange(keys.start, keys.stop, device=device), ranges.unsqueeze(-2).unbind(-1)
+        others.append((key >= first) & (key < end))
     if scores.mask is not None:
-        masks.append(rows_and_keys(rows, keys, scores.mask))
-    return functools.reduce(operator.and_, masks) if masks else None
+        others.append(rows_and_keys(rows, keys, scores.mask))
+    for mask in others:
+        visible = mask if visible is None else visible & mask
+    return visible
 
 
 def rows_and_keys(rows: slice, keys: slice, x: Any) -> Any:
@@ -68,13 +82,10 @@ def _sequence_numbers(cu_seqlens: Tensor, tokens: int) -> Tensor:
     return torch.searchsorted(cu_seqlens, position, right=True)
 
 
-def _same_sequence(scores: Scores, queries: int, keys: int) -> Tensor | None:
-    """Bool (queries, keys), True where both tokens belong to the same packed sequence; None: nothing is packed."""
-    starts = scores.cu_seqlens
-    if starts is None:
-        return None
+def _same_sequence(starts: Tensor, starts_k: Tensor, queries: int, keys: int) -> Tensor:
+    """Bool (queries, keys), True where both tokens belong to the same packed sequence."""
     number = _sequence_numbers(starts, queries)
-    key_number = number if scores.cu_seqlens_k is None else _sequence_numbers(scores.cu_seqlens_k, keys)
+    key_number = number if starts_k is starts else _sequence_numbers(starts_k, keys)
     return (number[:, None] == key_number) & (number < len(starts))[:, None]
 
 

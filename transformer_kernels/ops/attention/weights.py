@@ -104,7 +104,8 @@ class _OnSoftmax(Adapter):
         return super().unsupported(SoftmaxCall(call.q, None, False, 1.0))
 
     def forward(self, call: AttentionWeightsCall) -> Tensor:
-        weights = self._softmax(call).to(call.q.dtype)
+        weights = in_dtype_of(call.q, self._softmax(call))
+        assert weights is not None
         return weights if call.scores.sinks is None else weights[..., :-1].contiguous()
 
     def _softmax(self, call: AttentionWeightsCall) -> Tensor:
