@@ -21,6 +21,7 @@ from typing import Any
 
 from transformer_kernels import __version__
 from transformer_kernels.training import config as options
+from transformer_kernels.training.config import flag
 from transformer_kernels.training.recipes import find_recipe, make_config, recipes
 from transformer_kernels.visualization import commands as visualization
 
@@ -201,30 +202,22 @@ def _parser() -> argparse.ArgumentParser:
     _add_fill_mask(commands)
     visualization.add_commands(commands, _command, _add_model_options)
     demo = _command(commands, "demo", "train a character GPT beside the reference, then time each backend", _demo)
-    demo.add_argument("--seconds", type=float, default=35.0, help="training time of each model (default: %(default)g)")
-    demo.add_argument("--backend", choices=options.BACKENDS, default="auto", help="training backend (default: auto)")
-    demo.add_argument("--out", default="", help="output folder for the checkpoint (default: a new runs/demo)")
+    flag(demo, "--seconds", 35.0, "training time of each model")
+    flag(demo, "--backend", "auto", "training backend", choices=options.BACKENDS)
+    flag(demo, "--out", "", "output folder for the checkpoint (default: a new runs/demo)")
     _add_speedrun(commands)
-    verify = _command(
-        commands,
-        "verify-device",
-        "run each kernel once on this device, for `auto`",
-        _verify_device,
+    verify = _command(commands, "verify-device", "run each kernel once on this device, for `auto`", _verify_device)
+    flag(verify, "--device", "cuda", "default: cuda", choices=("cpu", "cuda"))
+    repeated: dict[str, Any] = {"action": "append", "choices": KERNEL_BACKENDS}
+    flag(verify, "--backend", None, "only this one (repeatable; default: all available)", **repeated)
+    flag(
+        verify, "--sample", None, "check the saved sample of a certificate again, on the device that it is from", "FILE"
     )
-    verify.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="default: %(default)s")
-    verify.add_argument(
-        "--backend", action="append", choices=KERNEL_BACKENDS, help="only this one (repeatable; default: all available)"
-    )
-    help_text = "check the saved sample of a certificate again, on the device that it is from"
-    verify.add_argument("--sample", metavar="FILE", help=help_text)
-    verify.add_argument("--op", action="append", metavar="NAME", help="only this operation (repeatable)")
-    info = _command(
-        commands, "info", "print versions, devices, available backends and the verification state of the kernels", _info
-    )
-    info.add_argument(
-        "--kernels", action="store_true", help="print only the kernels: the GPU that verified each, or changes since"
-    )
-    info.add_argument("--static", action="store_true", help="print only the compilers' reports on the GPU kernels")
+    flag(verify, "--op", None, "only this operation (repeatable)", "NAME", action="append")
+    about = "print versions, devices, available backends and the verification state of the kernels"
+    info = _command(commands, "info", about, _info)
+    flag(info, "--kernels", False, "print only the kernels: the GPU that verified each, or changes since")
+    flag(info, "--static", False, "print only the compilers' reports on the GPU kernels")
     commands.add_parser("run", help="run a Python program on these kernels, unchanged", add_help=False)
     commands.add_parser("bench", help="run the benchmark suite (requires a source checkout)", add_help=False)
     commands.add_parser("kernels", help="compile the kernels ahead of time and print a report", add_help=False)
@@ -256,12 +249,12 @@ def _add_train(commands: Any) -> None:
             help_text += f" (default: {default})"
             with contextlib.suppress(ImportError):  # without PyYAML there is no training
                 defaults = options.read_config_file(options.bundled_configs()[default])
-        parser.add_argument("--config", metavar="FILE", help=help_text)
-        parser.add_argument("--resume", metavar="FOLDER", help="resume training from this run or checkpoint")
-        parser.add_argument("--overwrite", action="store_true", help="delete an existing run in --out")
-        parser.add_argument("--processes", type=int, default=1, metavar="N", help="number of processes (default: 1)")
+        flag(parser, "--config", None, help_text, "FILE")
+        flag(parser, "--resume", None, "resume training from this run or checkpoint", "FOLDER")
+        flag(parser, "--overwrite", False, "delete an existing run in --out")
+        flag(parser, "--processes", 1, "number of processes", "N")
         help_text = "check operations against float64 during the run, and write certificate.json into its folder"
-        parser.add_argument("--certify", action="store_true", help=help_text)
+        flag(parser, "--certify", False, help_text)
         groups = {title: parser.add_argument_group(title) for title in (name, *GROUPS)}
         for spec, kind in options.typed_fields(recipe.Config):
             title = next((title for title, names in GROUPS.items() if spec.name in names), name)
@@ -271,18 +264,16 @@ def _add_train(commands: Any) -> None:
 def _add_speedrun(commands: Any) -> None:
     help_text = "train for a fixed time, evaluate on all held-out text, and add a line to a board"
     parser = _command(commands, "speedrun", help_text, _speedrun)
-    parser.add_argument("--budget", default="5m", metavar="TIME", help="wall time of the training (default: 5m)")
-    parser.add_argument("--threads", type=int, default=2, metavar="N", help="number of threads (default: 2)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default: 0)")
-    help_text = "recipe: a config file or bundled config of char-gpt (default: five_minutes)"
-    parser.add_argument("--config", default="five_minutes", metavar="FILE", help=help_text)
+    flag(parser, "--budget", "5m", "wall time of the training", "TIME")
+    flag(parser, "--threads", 2, "number of threads", "N")
+    flag(parser, "--seed", 0, "random seed", "N")
+    flag(parser, "--config", "five_minutes", "recipe: a config file or bundled config of char-gpt", "FILE")
     help_text = "set a model field of the recipe (repeatable); the line names it"
     parser.add_argument("--model", action="append", metavar="NAME=VALUE", default=[], help=help_text)
-    parser.add_argument("--data-dir", default="", help="folder with another copy of tinyshakespeare's input.txt")
-    parser.add_argument("--backend", choices=options.BACKENDS, default="auto", help="kernel backend (default: auto)")
-    parser.add_argument("--out", default="", metavar="FOLDER", help="run folder (default: a new runs/char-gpt)")
-    help_text = "Markdown table to which the line is added (default: %(default)s)"
-    parser.add_argument("--board", default="runs/speedrun.md", metavar="FILE", help=help_text)
+    flag(parser, "--data-dir", "", "folder with another copy of tinyshakespeare's input.txt")
+    flag(parser, "--backend", "auto", "kernel backend", choices=options.BACKENDS)
+    flag(parser, "--out", "", "run folder (default: a new runs/char-gpt)", "FOLDER")
+    flag(parser, "--board", "runs/speedrun.md", "Markdown table to which the line is added", "FILE")
 
 
 def _add_option(parser: Any, spec: Any, kind: Any, default: Any) -> None:
@@ -318,42 +309,39 @@ def _add_model_options(
 ) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     if example:
-        source.add_argument("--checkpoint", metavar="FOLDER", help=f"run or checkpoint folder, such as {example}")
+        flag(source, "--checkpoint", None, f"run or checkpoint folder, such as {example}", "FOLDER")
     if pretrained:
-        help_text = "pretrained model: a Hugging Face folder with a tokenizer, or a GGUF file"
-        source.add_argument("--model", metavar="FOLDER", help=help_text)
+        flag(
+            source,
+            "--model",
+            None,
+            "pretrained model: a Hugging Face folder with a tokenizer, or a GGUF file",
+            "FOLDER",
+        )
     if vectors:
-        source.add_argument("--vectors", metavar="FILE", help="word vectors as text, such as glove.6B.100d.txt")
-    parser.add_argument("--backend", choices=options.BACKENDS, default="auto", help="kernel backend (default: auto)")
-    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: auto)")
+        flag(source, "--vectors", None, "word vectors as text, such as glove.6B.100d.txt", "FILE")
+    flag(parser, "--backend", "auto", "kernel backend", choices=options.BACKENDS)
+    flag(parser, "--device", "auto", "cpu, cuda, cuda:1, ...")
 
 
 def _add_generate(commands: Any) -> None:
     parser = _command(commands, "generate", "generate text with a language model", _generate)
     _add_model_options(parser, "runs/char-gpt", pretrained=True)
-    parser.add_argument("--prompt", action="append", metavar="TEXT", help="prompt (default: a line break); repeatable")
-    parser.add_argument("--length", type=int, default=500, metavar="N", help="maximum new tokens (default: 500)")
-    parser.add_argument("--greedy", action="store_true", help="greedy decoding: always take the most likely token")
+    flag(parser, "--prompt", None, "prompt (default: a line break); repeatable", "TEXT", action="append")
+    flag(parser, "--length", 500, "maximum new tokens", "N")
+    flag(parser, "--greedy", False, "greedy decoding: always take the most likely token")
     _add_sampling_options(parser)
-    parser.add_argument(
-        "--repetition-penalty",
-        type=float,
-        default=1.0,
-        metavar="R",
-        help="repetition penalty; 1 disables it (default: 1)",
-    )
-    parser.add_argument("--stop", default="", metavar="TEXT", help="stop before this text is generated")
-    parser.add_argument("--top", type=int, default=0, metavar="N", help="print the N most likely tokens at each step")
+    flag(parser, "--repetition-penalty", 1.0, "repetition penalty; 1 disables it", "R")
+    flag(parser, "--stop", "", "stop before this text is generated", "TEXT")
+    flag(parser, "--top", 0, "print the N most likely tokens at each step", "N")
     _add_later_options(parser, "generate")
 
 
 def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--temperature", type=float, default=0.8, help="sampling temperature; 0 is greedy decoding (default: 0.8)"
-    )
-    parser.add_argument("--top-k", type=int, default=0, metavar="N", help="sample from the top N tokens; 0: all")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="nucleus sampling probability")
-    parser.add_argument("--seed", type=int, default=0, help="sampling seed (default: 0)")
+    flag(parser, "--temperature", 0.8, "sampling temperature; 0 is greedy decoding")
+    flag(parser, "--top-k", 0, "sample from the top N tokens; 0: all", "N")
+    flag(parser, "--top-p", 1.0, "nucleus sampling probability", "P")
+    flag(parser, "--seed", 0, "sampling seed")
 
 
 def _add_texts(parser: argparse.ArgumentParser) -> None:
@@ -365,16 +353,16 @@ def _add_translate(commands: Any) -> None:
     _add_model_options(parser, "runs/translate")
     _add_texts(parser)
     how = parser.add_mutually_exclusive_group()
-    help_text = "beam search with N beams (default: greedy decoding)"
-    how.add_argument("--beam", type=int, metavar="N", help=help_text)
+    flag(how, "--beam", None, "beam search with N beams (default: greedy decoding)", "N", type=int)
     help_text = "minimum-Bayes-risk decoding: of N sampled translations, the one with the highest mean chrF"
-    how.add_argument("--mbr", type=int, metavar="N", help=help_text)
-    how.add_argument("--sample", action="store_true", help="sample, using the sampling options below")
-    help_text = "length penalty of beam search; larger values favour longer translations (default: %(default)s)"
-    parser.add_argument("--length-penalty", type=float, default=0.6, metavar="A", help=help_text)
+    flag(how, "--mbr", None, help_text, "N", type=int)
+    flag(how, "--sample", False, "sample, using the sampling options below")
+    flag(
+        parser, "--length-penalty", 0.6, "length penalty of beam search; larger values favour longer translations", "A"
+    )
     _add_sampling_options(parser)
     help_text = "also plot the cross-attention alignment of one sentence to this file (.png, .svg, .pdf; .html: a page)"
-    parser.add_argument("--alignments", metavar="FILE", help=help_text)
+    flag(parser, "--alignments", None, help_text, "FILE")
 
 
 def _add_classify(commands: Any) -> None:
@@ -395,20 +383,18 @@ def _add_embed(commands: Any) -> None:
     parser = _command(commands, "embed", "compute sentence embeddings and their cosine similarities", _embed)
     _add_model_options(parser, pretrained=True)
     _add_texts(parser)
-    parser.add_argument(
-        "--pooling", choices=("mean", "cls"), default="mean", help="mean over tokens, or first token (default: mean)"
+    flag(parser, "--pooling", "mean", "mean over tokens, or first token", choices=("mean", "cls"))
+    flag(
+        parser, "--tokens", False, "contextual vectors of the tokens instead, each with the token of the largest cosine"
     )
-    help_text = "contextual vectors of the tokens instead, each with the token of the largest cosine"
-    parser.add_argument("--tokens", action="store_true", help=help_text)
-    help_text = "save the embeddings as .npy, float32 (texts or tokens, width)"
-    parser.add_argument("--out", default="", metavar="FILE", help=help_text)
+    flag(parser, "--out", "", "save the embeddings as .npy, float32 (texts or tokens, width)", "FILE")
 
 
 def _add_fill_mask(commands: Any) -> None:
     parser = _command(commands, "fill-mask", "predict the token at [MASK]", _fill_mask)
     _add_model_options(parser, "runs/mlm", pretrained=True)
     parser.add_argument("text", metavar="TEXT", help='text with one [MASK]: "Paris is the [MASK] of France."')
-    parser.add_argument("--top", type=int, default=5, metavar="N", help="number of predictions (default: %(default)s)")
+    flag(parser, "--top", 5, "number of predictions", "N")
 
 
 def _add_later_options(parser: argparse.ArgumentParser, command: str) -> None:

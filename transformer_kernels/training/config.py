@@ -263,6 +263,18 @@ def resumed_config(saved: TrainingConfig, changes: Mapping[str, Any]) -> Any:
     return merged
 
 
+def flag(parser: Any, name: str, default: Any, help: str, metavar: str | None = None, **more: Any) -> None:
+    """Add an option to a parser: of the type of its default, which the help states, or a switch if that is False."""
+    if default is False:
+        parser.add_argument(name, action="store_true", help=help)
+        return
+    shown = f"{default:g}" if isinstance(default, float) else default
+    if default not in (None, "") and "default:" not in help:
+        help += f" (default: {shown})"
+    more = {"type": str if default is None else type(default)} | more
+    parser.add_argument(name, default=default, metavar=metavar, help=help, **more)
+
+
 def replaced_length(changes: Mapping[str, Any]) -> dict[str, Any]:
     """`changes` with the other lengths unset if there is one among them: --steps replaces --epochs and --time-limit."""
     return {**(LENGTHS if LENGTHS.keys() & changes.keys() else {}), **changes}

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformer_kernels.training.config import typed_fields
+from transformer_kernels.training.config import flag, typed_fields
 from transformer_kernels.training.recipes.char_gpt import CharGPTConfig
 
 Add = Callable[..., argparse.ArgumentParser]
@@ -27,29 +27,26 @@ def add_commands(commands: Any, command: Add, model_options: Callable[..., None]
     model_options(attend, "runs/char-gpt", pretrained=True)
     attend.add_argument("text", metavar="TEXT", help="input text, at most 256 tokens; of a trained ViT an image file")
     attend.add_argument("pair", nargs="?", default="", metavar="PAIR", help="second text, of a pretrained encoder")
-    attend.add_argument("--out", default="attention.png", metavar="FILE", help="output figure (default: %(default)s)")
-    attend.add_argument("--layer", type=int, metavar="N", help="draw this layer only, from 0 (default: all)")
-    attend.add_argument("--head", metavar="N", help='draw this head only, from 0, or "mean" (default: all)')
-    help_text = "output HTML page, interactive and self-contained (default: beside the figure)"
-    attend.add_argument("--html", default="", metavar="FILE", help=help_text)
-    parser = command(
-        commands, "nearest", "list the nearest words of a word or an analogy in a table of vectors", _nearest
-    )
+    flag(attend, "--out", "attention.png", "output figure", "FILE")
+    flag(attend, "--layer", None, "draw this layer only, from 0 (default: all)", "N", type=int)
+    flag(attend, "--head", None, 'draw this head only, from 0, or "mean" (default: all)', "N")
+    flag(attend, "--html", "", "output HTML page, interactive and self-contained (default: beside the figure)", "FILE")
+    about = "list the nearest words of a word or an analogy in a table of vectors"
+    parser = command(commands, "nearest", about, _nearest)
     model_options(parser, "runs/word2vec", pretrained=True, vectors=True)
     help_text = "a word, or sums and differences of words: king - man + woman"
     parser.add_argument("expression", nargs="+", metavar="WORD", help=help_text)
-    parser.add_argument("--top", type=int, default=10, metavar="N", help="number of words (default: %(default)s)")
-    parser.add_argument("--keep", action="store_true", help="list the words of the expression, too")
-    parser.add_argument("--to", metavar="WORD", help="print only the cosine of the expression with this word")
-    parser.add_argument("--plot", metavar="FILE", help="also plot the words in two dimensions (.png, .svg, .pdf)")
+    flag(parser, "--top", 10, "number of words", "N")
+    flag(parser, "--keep", False, "list the words of the expression, too")
+    flag(parser, "--to", None, "print only the cosine of the expression with this word", "WORD")
+    flag(parser, "--plot", None, "also plot the words in two dimensions (.png, .svg, .pdf)", "FILE")
     parser = command(commands, "tokenize", "split texts into tokens: names, ids and counts", _tokenize)
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--checkpoint", metavar="FOLDER", help="with the tokenizer of a run or checkpoint")
-    source.add_argument("--model", metavar="FOLDER", help="with that of a Hugging Face folder or a GGUF file")
+    flag(source, "--checkpoint", None, "with the tokenizer of a run or checkpoint", "FOLDER")
+    flag(source, "--model", None, "with that of a Hugging Face folder or a GGUF file", "FOLDER")
     help_text = "else in every way, learned from this text file (default: the bundled tinyshakespeare)"
-    source.add_argument("--data", default="tinyshakespeare", metavar="FILE", help=help_text)
-    help_text = "size of the vocabularies that are learned (default: %(default)s)"
-    parser.add_argument("--vocabulary", type=int, default=2000, metavar="N", help=help_text)
+    flag(source, "--data", "tinyshakespeare", help_text, "FILE")
+    flag(parser, "--vocabulary", 2000, "size of the vocabularies that are learned", "N")
     parser.add_argument("texts", nargs="+", metavar="TEXT", help="input texts")
     help_text = "plot positions, activations, gradients, random features, words in context, training curves, sweeps"
     plot = commands.add_parser("plot", help=help_text, description=f"{help_text.capitalize()}.")
@@ -59,20 +56,15 @@ def add_commands(commands: Any, command: Add, model_options: Callable[..., None]
 
 def _add_plots(plots: Any, command: Add, model_options: Callable[..., None]) -> None:
     positions = command(plots, "positions", "plot position codes and the similarity of positions", _positions)
-    positions.add_argument(
-        "--kind",
-        choices=("integer", "fraction", "binary", "sinusoidal", "rotary"),
-        default="sinusoidal",
-        help="(default: sinusoidal)",
-    )
-    positions.add_argument("--length", type=int, default=100, metavar="N", help="positions (default: %(default)s)")
-    positions.add_argument("--width", type=int, default=64, metavar="N", help="columns (default: %(default)s)")
+    kinds = ("integer", "fraction", "binary", "sinusoidal", "rotary")
+    flag(positions, "--kind", "sinusoidal", "(default: sinusoidal)", choices=kinds)
+    flag(positions, "--length", 100, "positions", "N")
+    flag(positions, "--width", 64, "columns", "N")
     words = command(plots, "words", "plot a word's hidden states in several sentences, and their cosines", _words)
     model_options(words, "runs/char-gpt", pretrained=True)
     words.add_argument("--word", required=True, help="a word that occurs in each sentence")
-    words.add_argument(
-        "sentences", nargs="+", metavar="SENTENCE", help="sentences with at least two occurrences in all"
-    )
+    help_text = "sentences with at least two occurrences in all"
+    words.add_argument("sentences", nargs="+", metavar="SENTENCE", help=help_text)
     run = command(plots, "run", "plot loss and accuracy of training runs", _run)
     run.add_argument("folders", nargs="+", metavar="FOLDER", help="run folder, such as runs/char-gpt")
     sweep = command(plots, "sweep", "plot the points and the scaling law of a sweep", _plot_sweep)
@@ -84,30 +76,29 @@ def _add_plots(plots: Any, command: Add, model_options: Callable[..., None]) -> 
     landscape = command(plots, "landscape", help_text, _landscape)
     command(plots, "performer", "plot the error of Performer's random features", _performer)
     for parser, layers in ((gradients, 20), (landscape, 8)):
-        parser.add_argument("--layers", type=int, default=layers, metavar="N", help="layers (default: %(default)s)")
+        flag(parser, "--layers", layers, "layers", "N")
     for name, parser in plots.choices.items():
-        parser.add_argument("--out", default=f"{name}.png", metavar="FILE", help="output figure (default: %(default)s)")
+        flag(parser, "--out", f"{name}.png", "output figure", "FILE")
 
 
 def _add_sweep(commands: Any, command: Add) -> None:
     help_text = "train character GPTs of several sizes and token budgets, and fit a scaling law"
     parser = command(commands, "sweep", help_text, _sweep)
     sizes, budgets = ["16x1", "32x1", "32x2", "64x2"], [65536, 131072, 262144]
-    parser.add_argument(
-        "--sizes", nargs="+", default=sizes, metavar="WIDTHxLAYERS", help=f"model sizes (default: {' '.join(sizes)})"
-    )
-    shown = " ".join(map(str, budgets))
-    parser.add_argument(
-        "--tokens", nargs="+", type=int, default=budgets, metavar="N", help=f"training tokens (default: {shown})"
-    )
-    parser.add_argument("--out", default="", metavar="FOLDER", help="output folder (default: a new runs/sweep)")
+    for name, default, help_text, metavar in (
+        ("--sizes", sizes, "model sizes", "WIDTHxLAYERS"),
+        ("--tokens", budgets, "training tokens", "N"),
+    ):
+        help_text = f"{help_text} (default: {' '.join(map(str, default))})"
+        flag(parser, name, default, help_text, metavar, nargs="+", type=type(default[0]))
+    flag(parser, "--out", "", "output folder (default: a new runs/sweep)", "FOLDER")
     help_text = "continue an interrupted sweep with its recorded sizes, tokens and options"
-    parser.add_argument("--resume", default="", metavar="FOLDER", help=help_text)
+    flag(parser, "--resume", "", help_text, "FOLDER")
     for spec, kind in typed_fields(CharGPTConfig):
         if spec.name in PASSED_ON:
-            flag, default = "--" + spec.name.replace("_", "-"), spec.default
+            name, default = "--" + spec.name.replace("_", "-"), spec.default
             shown = f"{spec.metadata['help']} (default: {default})" if default != "" else spec.metadata["help"]
-            flags = ["--data", flag] if spec.name == "corpus" else [flag]
+            flags = ["--data", name] if spec.name == "corpus" else [name]
             choices = spec.metadata["choices"]
             parser.add_argument(*flags, dest=spec.name, type=kind, choices=choices, default=default, help=shown)
 
