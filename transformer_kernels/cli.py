@@ -21,7 +21,7 @@ from typing import Any
 
 from transformer_kernels import __version__
 from transformer_kernels.training import config as options
-from transformer_kernels.training.config import flag
+from transformer_kernels.training.config import add_option
 from transformer_kernels.training.recipes import find_recipe, make_config, recipes
 from transformer_kernels.visualization import commands as visualization
 
@@ -202,22 +202,21 @@ def _parser() -> argparse.ArgumentParser:
     _add_fill_mask(commands)
     visualization.add_commands(commands, _command, _add_model_options)
     demo = _command(commands, "demo", "train a character GPT beside the reference, then time each backend", _demo)
-    flag(demo, "--seconds", 35.0, "training time of each model")
-    flag(demo, "--backend", "auto", "training backend", choices=options.BACKENDS)
-    flag(demo, "--out", "", "output folder for the checkpoint (default: a new runs/demo)")
+    add_option(demo, "--seconds", 35.0, "training time of each model")
+    add_option(demo, "--backend", "auto", "training backend", choices=options.BACKENDS)
+    add_option(demo, "--out", "", "output folder for the checkpoint (default: a new runs/demo)")
     _add_speedrun(commands)
     verify = _command(commands, "verify-device", "run each kernel once on this device, for `auto`", _verify_device)
-    flag(verify, "--device", "cuda", "default: cuda", choices=("cpu", "cuda"))
+    add_option(verify, "--device", "cuda", "default: cuda", choices=("cpu", "cuda"))
     repeated: dict[str, Any] = {"action": "append", "choices": KERNEL_BACKENDS}
-    flag(verify, "--backend", None, "only this one (repeatable; default: all available)", **repeated)
-    flag(
-        verify, "--sample", None, "check the saved sample of a certificate again, on the device that it is from", "FILE"
-    )
-    flag(verify, "--op", None, "only this operation (repeatable)", "NAME", action="append")
+    add_option(verify, "--backend", None, "only this one (repeatable; default: all available)", **repeated)
+    help_text = "check the saved sample of a certificate again, on the device that it is from"
+    add_option(verify, "--sample", None, help_text, "FILE")
+    add_option(verify, "--op", None, "only this operation (repeatable)", "NAME", action="append")
     about = "print versions, devices, available backends and the verification state of the kernels"
     info = _command(commands, "info", about, _info)
-    flag(info, "--kernels", False, "print only the kernels: the GPU that verified each, or changes since")
-    flag(info, "--static", False, "print only the compilers' reports on the GPU kernels")
+    add_option(info, "--kernels", False, "print only the kernels: the GPU that verified each, or changes since")
+    add_option(info, "--static", False, "print only the compilers' reports on the GPU kernels")
     commands.add_parser("run", help="run a Python program on these kernels, unchanged", add_help=False)
     commands.add_parser("bench", help="run the benchmark suite (requires a source checkout)", add_help=False)
     commands.add_parser("kernels", help="compile the kernels ahead of time and print a report", add_help=False)
@@ -249,34 +248,34 @@ def _add_train(commands: Any) -> None:
             help_text += f" (default: {default})"
             with contextlib.suppress(ImportError):  # without PyYAML there is no training
                 defaults = options.read_config_file(options.bundled_configs()[default])
-        flag(parser, "--config", None, help_text, "FILE")
-        flag(parser, "--resume", None, "resume training from this run or checkpoint", "FOLDER")
-        flag(parser, "--overwrite", False, "delete an existing run in --out")
-        flag(parser, "--processes", 1, "number of processes", "N")
+        add_option(parser, "--config", None, help_text, "FILE")
+        add_option(parser, "--resume", None, "resume training from this run or checkpoint", "FOLDER")
+        add_option(parser, "--overwrite", False, "delete an existing run in --out")
+        add_option(parser, "--processes", 1, "number of processes", "N")
         help_text = "check operations against float64 during the run, and write certificate.json into its folder"
-        flag(parser, "--certify", False, help_text)
+        add_option(parser, "--certify", False, help_text)
         groups = {title: parser.add_argument_group(title) for title in (name, *GROUPS)}
         for spec, kind in options.typed_fields(recipe.Config):
             title = next((title for title, names in GROUPS.items() if spec.name in names), name)
-            _add_option(groups[title], spec, kind, defaults.get(spec.name))
+            _add_field(groups[title], spec, kind, defaults.get(spec.name))
 
 
 def _add_speedrun(commands: Any) -> None:
     help_text = "train for a fixed time, evaluate on all held-out text, and add a line to a board"
     parser = _command(commands, "speedrun", help_text, _speedrun)
-    flag(parser, "--budget", "5m", "wall time of the training", "TIME")
-    flag(parser, "--threads", 2, "number of threads", "N")
-    flag(parser, "--seed", 0, "random seed", "N")
-    flag(parser, "--config", "five_minutes", "recipe: a config file or bundled config of char-gpt", "FILE")
+    add_option(parser, "--budget", "5m", "wall time of the training", "TIME")
+    add_option(parser, "--threads", 2, "number of threads", "N")
+    add_option(parser, "--seed", 0, "random seed", "N")
+    add_option(parser, "--config", "five_minutes", "recipe: a config file or bundled config of char-gpt", "FILE")
     help_text = "set a model field of the recipe (repeatable); the line names it"
     parser.add_argument("--model", action="append", metavar="NAME=VALUE", default=[], help=help_text)
-    flag(parser, "--data-dir", "", "folder with another copy of tinyshakespeare's input.txt")
-    flag(parser, "--backend", "auto", "kernel backend", choices=options.BACKENDS)
-    flag(parser, "--out", "", "run folder (default: a new runs/char-gpt)", "FOLDER")
-    flag(parser, "--board", "runs/speedrun.md", "Markdown table to which the line is added", "FILE")
+    add_option(parser, "--data-dir", "", "folder with another copy of tinyshakespeare's input.txt")
+    add_option(parser, "--backend", "auto", "kernel backend", choices=options.BACKENDS)
+    add_option(parser, "--out", "", "run folder (default: a new runs/char-gpt)", "FOLDER")
+    add_option(parser, "--board", "runs/speedrun.md", "Markdown table to which the line is added", "FILE")
 
 
-def _add_option(parser: Any, spec: Any, kind: Any, default: Any) -> None:
+def _add_field(parser: Any, spec: Any, kind: Any, default: Any) -> None:
     """One flag per config field; flags that are not given stay absent, so that a config file can set them."""
     flag = "--" + spec.name.replace("_", "-")
     help_text = spec.metadata["help"]
@@ -309,39 +308,34 @@ def _add_model_options(
 ) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     if example:
-        flag(source, "--checkpoint", None, f"run or checkpoint folder, such as {example}", "FOLDER")
+        add_option(source, "--checkpoint", None, f"run or checkpoint folder, such as {example}", "FOLDER")
     if pretrained:
-        flag(
-            source,
-            "--model",
-            None,
-            "pretrained model: a Hugging Face folder with a tokenizer, or a GGUF file",
-            "FOLDER",
-        )
+        help_text = "pretrained model: a Hugging Face folder with a tokenizer, or a GGUF file"
+        add_option(source, "--model", None, help_text, "FOLDER")
     if vectors:
-        flag(source, "--vectors", None, "word vectors as text, such as glove.6B.100d.txt", "FILE")
-    flag(parser, "--backend", "auto", "kernel backend", choices=options.BACKENDS)
-    flag(parser, "--device", "auto", "cpu, cuda, cuda:1, ...")
+        add_option(source, "--vectors", None, "word vectors as text, such as glove.6B.100d.txt", "FILE")
+    add_option(parser, "--backend", "auto", "kernel backend", choices=options.BACKENDS)
+    add_option(parser, "--device", "auto", "cpu, cuda, cuda:1, ...")
 
 
 def _add_generate(commands: Any) -> None:
     parser = _command(commands, "generate", "generate text with a language model", _generate)
     _add_model_options(parser, "runs/char-gpt", pretrained=True)
-    flag(parser, "--prompt", None, "prompt (default: a line break); repeatable", "TEXT", action="append")
-    flag(parser, "--length", 500, "maximum new tokens", "N")
-    flag(parser, "--greedy", False, "greedy decoding: always take the most likely token")
+    add_option(parser, "--prompt", None, "prompt (default: a line break); repeatable", "TEXT", action="append")
+    add_option(parser, "--length", 500, "maximum new tokens", "N")
+    add_option(parser, "--greedy", False, "greedy decoding: always take the most likely token")
     _add_sampling_options(parser)
-    flag(parser, "--repetition-penalty", 1.0, "repetition penalty; 1 disables it", "R")
-    flag(parser, "--stop", "", "stop before this text is generated", "TEXT")
-    flag(parser, "--top", 0, "print the N most likely tokens at each step", "N")
+    add_option(parser, "--repetition-penalty", 1.0, "repetition penalty; 1 disables it", "R")
+    add_option(parser, "--stop", "", "stop before this text is generated", "TEXT")
+    add_option(parser, "--top", 0, "print the N most likely tokens at each step", "N")
     _add_later_options(parser, "generate")
 
 
 def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    flag(parser, "--temperature", 0.8, "sampling temperature; 0 is greedy decoding")
-    flag(parser, "--top-k", 0, "sample from the top N tokens; 0: all", "N")
-    flag(parser, "--top-p", 1.0, "nucleus sampling probability", "P")
-    flag(parser, "--seed", 0, "sampling seed")
+    add_option(parser, "--temperature", 0.8, "sampling temperature; 0 is greedy decoding")
+    add_option(parser, "--top-k", 0, "sample from the top N tokens; 0: all", "N")
+    add_option(parser, "--top-p", 1.0, "nucleus sampling probability", "P")
+    add_option(parser, "--seed", 0, "sampling seed")
 
 
 def _add_texts(parser: argparse.ArgumentParser) -> None:
@@ -353,16 +347,15 @@ def _add_translate(commands: Any) -> None:
     _add_model_options(parser, "runs/translate")
     _add_texts(parser)
     how = parser.add_mutually_exclusive_group()
-    flag(how, "--beam", None, "beam search with N beams (default: greedy decoding)", "N", type=int)
+    add_option(how, "--beam", None, "beam search with N beams (default: greedy decoding)", "N", type=int)
     help_text = "minimum-Bayes-risk decoding: of N sampled translations, the one with the highest mean chrF"
-    flag(how, "--mbr", None, help_text, "N", type=int)
-    flag(how, "--sample", False, "sample, using the sampling options below")
-    flag(
-        parser, "--length-penalty", 0.6, "length penalty of beam search; larger values favour longer translations", "A"
-    )
+    add_option(how, "--mbr", None, help_text, "N", type=int)
+    add_option(how, "--sample", False, "sample, using the sampling options below")
+    help_text = "length penalty of beam search; larger values favour longer translations"
+    add_option(parser, "--length-penalty", 0.6, help_text, "A")
     _add_sampling_options(parser)
     help_text = "also plot the cross-attention alignment of one sentence to this file (.png, .svg, .pdf; .html: a page)"
-    flag(parser, "--alignments", None, help_text, "FILE")
+    add_option(parser, "--alignments", None, help_text, "FILE")
 
 
 def _add_classify(commands: Any) -> None:
@@ -383,18 +376,17 @@ def _add_embed(commands: Any) -> None:
     parser = _command(commands, "embed", "compute sentence embeddings and their cosine similarities", _embed)
     _add_model_options(parser, pretrained=True)
     _add_texts(parser)
-    flag(parser, "--pooling", "mean", "mean over tokens, or first token", choices=("mean", "cls"))
-    flag(
-        parser, "--tokens", False, "contextual vectors of the tokens instead, each with the token of the largest cosine"
-    )
-    flag(parser, "--out", "", "save the embeddings as .npy, float32 (texts or tokens, width)", "FILE")
+    add_option(parser, "--pooling", "mean", "mean over tokens, or first token", choices=("mean", "cls"))
+    help_text = "contextual vectors of the tokens instead, each with the token of the largest cosine"
+    add_option(parser, "--tokens", False, help_text)
+    add_option(parser, "--out", "", "save the embeddings as .npy, float32 (texts or tokens, width)", "FILE")
 
 
 def _add_fill_mask(commands: Any) -> None:
     parser = _command(commands, "fill-mask", "predict the token at [MASK]", _fill_mask)
     _add_model_options(parser, "runs/mlm", pretrained=True)
     parser.add_argument("text", metavar="TEXT", help='text with one [MASK]: "Paris is the [MASK] of France."')
-    flag(parser, "--top", 5, "number of predictions", "N")
+    add_option(parser, "--top", 5, "number of predictions", "N")
 
 
 def _add_later_options(parser: argparse.ArgumentParser, command: str) -> None:

@@ -263,7 +263,7 @@ def resumed_config(saved: TrainingConfig, changes: Mapping[str, Any]) -> Any:
     return merged
 
 
-def flag(parser: Any, name: str, default: Any, help: str, metavar: str | None = None, **more: Any) -> None:
+def add_option(parser: Any, name: str, default: Any, help: str, metavar: str | None = None, **more: Any) -> None:
     """Add an option to a parser: of the type of its default, which the help states, or a switch if that is False."""
     if default is False:
         parser.add_argument(name, action="store_true", help=help)

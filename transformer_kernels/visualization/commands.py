@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformer_kernels.training.config import flag, typed_fields
+from transformer_kernels.training.config import add_option, typed_fields
 from transformer_kernels.training.recipes.char_gpt import CharGPTConfig
 
 Add = Callable[..., argparse.ArgumentParser]
@@ -27,26 +27,27 @@ def add_commands(commands: Any, command: Add, model_options: Callable[..., None]
     model_options(attend, "runs/char-gpt", pretrained=True)
     attend.add_argument("text", metavar="TEXT", help="input text, at most 256 tokens; of a trained ViT an image file")
     attend.add_argument("pair", nargs="?", default="", metavar="PAIR", help="second text, of a pretrained encoder")
-    flag(attend, "--out", "attention.png", "output figure", "FILE")
-    flag(attend, "--layer", None, "draw this layer only, from 0 (default: all)", "N", type=int)
-    flag(attend, "--head", None, 'draw this head only, from 0, or "mean" (default: all)', "N")
-    flag(attend, "--html", "", "output HTML page, interactive and self-contained (default: beside the figure)", "FILE")
+    add_option(attend, "--out", "attention.png", "output figure", "FILE")
+    add_option(attend, "--layer", None, "draw this layer only, from 0 (default: all)", "N", type=int)
+    add_option(attend, "--head", None, 'draw this head only, from 0, or "mean" (default: all)', "N")
+    help_text = "output HTML page, interactive and self-contained (default: beside the figure)"
+    add_option(attend, "--html", "", help_text, "FILE")
     about = "list the nearest words of a word or an analogy in a table of vectors"
     parser = command(commands, "nearest", about, _nearest)
     model_options(parser, "runs/word2vec", pretrained=True, vectors=True)
     help_text = "a word, or sums and differences of words: king - man + woman"
     parser.add_argument("expression", nargs="+", metavar="WORD", help=help_text)
-    flag(parser, "--top", 10, "number of words", "N")
-    flag(parser, "--keep", False, "list the words of the expression, too")
-    flag(parser, "--to", None, "print only the cosine of the expression with this word", "WORD")
-    flag(parser, "--plot", None, "also plot the words in two dimensions (.png, .svg, .pdf)", "FILE")
+    add_option(parser, "--top", 10, "number of words", "N")
+    add_option(parser, "--keep", False, "list the words of the expression, too")
+    add_option(parser, "--to", None, "print only the cosine of the expression with this word", "WORD")
+    add_option(parser, "--plot", None, "also plot the words in two dimensions (.png, .svg, .pdf)", "FILE")
     parser = command(commands, "tokenize", "split texts into tokens: names, ids and counts", _tokenize)
     source = parser.add_mutually_exclusive_group()
-    flag(source, "--checkpoint", None, "with the tokenizer of a run or checkpoint", "FOLDER")
-    flag(source, "--model", None, "with that of a Hugging Face folder or a GGUF file", "FOLDER")
+    add_option(source, "--checkpoint", None, "with the tokenizer of a run or checkpoint", "FOLDER")
+    add_option(source, "--model", None, "with that of a Hugging Face folder or a GGUF file", "FOLDER")
     help_text = "else in every way, learned from this text file (default: the bundled tinyshakespeare)"
-    flag(source, "--data", "tinyshakespeare", help_text, "FILE")
-    flag(parser, "--vocabulary", 2000, "size of the vocabularies that are learned", "N")
+    add_option(source, "--data", "tinyshakespeare", help_text, "FILE")
+    add_option(parser, "--vocabulary", 2000, "size of the vocabularies that are learned", "N")
     parser.add_argument("texts", nargs="+", metavar="TEXT", help="input texts")
     help_text = "plot positions, activations, gradients, random features, words in context, training curves, sweeps"
     plot = commands.add_parser("plot", help=help_text, description=f"{help_text.capitalize()}.")
@@ -57,9 +58,9 @@ def add_commands(commands: Any, command: Add, model_options: Callable[..., None]
 def _add_plots(plots: Any, command: Add, model_options: Callable[..., None]) -> None:
     positions = command(plots, "positions", "plot position codes and the similarity of positions", _positions)
     kinds = ("integer", "fraction", "binary", "sinusoidal", "rotary")
-    flag(positions, "--kind", "sinusoidal", "(default: sinusoidal)", choices=kinds)
-    flag(positions, "--length", 100, "positions", "N")
-    flag(positions, "--width", 64, "columns", "N")
+    add_option(positions, "--kind", "sinusoidal", "(default: sinusoidal)", choices=kinds)
+    add_option(positions, "--length", 100, "positions", "N")
+    add_option(positions, "--width", 64, "columns", "N")
     words = command(plots, "words", "plot a word's hidden states in several sentences, and their cosines", _words)
     model_options(words, "runs/char-gpt", pretrained=True)
     words.add_argument("--word", required=True, help="a word that occurs in each sentence")
@@ -76,24 +77,22 @@ def _add_plots(plots: Any, command: Add, model_options: Callable[..., None]) -> 
     landscape = command(plots, "landscape", help_text, _landscape)
     command(plots, "performer", "plot the error of Performer's random features", _performer)
     for parser, layers in ((gradients, 20), (landscape, 8)):
-        flag(parser, "--layers", layers, "layers", "N")
+        add_option(parser, "--layers", layers, "layers", "N")
     for name, parser in plots.choices.items():
-        flag(parser, "--out", f"{name}.png", "output figure", "FILE")
+        add_option(parser, "--out", f"{name}.png", "output figure", "FILE")
 
 
 def _add_sweep(commands: Any, command: Add) -> None:
     help_text = "train character GPTs of several sizes and token budgets, and fit a scaling law"
     parser = command(commands, "sweep", help_text, _sweep)
     sizes, budgets = ["16x1", "32x1", "32x2", "64x2"], [65536, 131072, 262144]
-    for name, default, help_text, metavar in (
-        ("--sizes", sizes, "model sizes", "WIDTHxLAYERS"),
-        ("--tokens", budgets, "training tokens", "N"),
-    ):
-        help_text = f"{help_text} (default: {' '.join(map(str, default))})"
-        flag(parser, name, default, help_text, metavar, nargs="+", type=type(default[0]))
-    flag(parser, "--out", "", "output folder (default: a new runs/sweep)", "FOLDER")
+    help_text = f"model sizes (default: {' '.join(sizes)})"
+    add_option(parser, "--sizes", sizes, help_text, "WIDTHxLAYERS", nargs="+", type=str)
+    help_text = f"training tokens (default: {' '.join(map(str, budgets))})"
+    add_option(parser, "--tokens", budgets, help_text, "N", nargs="+", type=int)
+    add_option(parser, "--out", "", "output folder (default: a new runs/sweep)", "FOLDER")
     help_text = "continue an interrupted sweep with its recorded sizes, tokens and options"
-    flag(parser, "--resume", "", help_text, "FOLDER")
+    add_option(parser, "--resume", "", help_text, "FOLDER")
     for spec, kind in typed_fields(CharGPTConfig):
         if spec.name in PASSED_ON:
             name, default = "--" + spec.name.replace("_", "-"), spec.default
