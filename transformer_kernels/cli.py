@@ -67,6 +67,7 @@ GROUPS = {  # of the options of every recipe; the others belong to the recipe
     "output": ("out", "log_every", "eval_every", "save_every", "tensorboard", "progress"),
 }
 TEXTS = {"texts", "text", "pair", "prompt", "stop", "sentences", "word", "expression", "to"}  # arguments that are read
+METAVARS = {int: "N", float: "X", str: "TEXT", options.Duration: "TIME", dict: "NAME=VALUE"}
 SAME = {"corpus": "--data", "text": "--data"}  # fields whose option has this name, too
 
 KERNEL_BACKENDS = ("cpu", "triton", "cuda")
@@ -200,7 +201,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_evaluate(commands)
     _add_embed(commands)
     _add_fill_mask(commands)
-    visualization.add_commands(commands, _command, _add_model_options)
+    visualization.add_commands(commands, _command, _add_model_options, _add_field)
     demo = _command(commands, "demo", "train a character GPT beside the reference, then time each backend", _demo)
     add_option(demo, "--seconds", 35.0, "training time of each model")
     add_option(demo, "--backend", "auto", "training backend", choices=options.BACKENDS)
@@ -277,8 +278,8 @@ def _add_speedrun(commands: Any) -> None:
 
 def _add_field(parser: Any, spec: Any, kind: Any, default: Any) -> None:
     """One flag per config field; flags that are not given stay absent, so that a config file can set them."""
-    flag = "--" + spec.name.replace("_", "-")
-    help_text = spec.metadata["help"]
+    flags = [*filter(None, [SAME.get(spec.name)]), "--" + spec.name.replace("_", "-")]
+    help_text, choices = spec.metadata["help"], spec.metadata["choices"]
     default = spec.default if default is None else default
     if isinstance(default, bool):
         help_text += f" (default: {'on' if default else 'off'})"
@@ -286,21 +287,16 @@ def _add_field(parser: Any, spec: Any, kind: Any, default: Any) -> None:
         help_text += f" (default: {default})"
     elif "default:" not in help_text:
         help_text += " (default: none)"
-    help_text = help_text.replace("%", "%%")
-    if kind is bool:
-        action: Any = argparse.BooleanOptionalAction
-        parser.add_argument(flag, action=action, default=argparse.SUPPRESS, help=help_text)
-        return
-    if kind is dict:
-        parser.add_argument(flag, action="append", metavar="NAME=VALUE", default=argparse.SUPPRESS, help=help_text)
-        return
     base = (typing.get_args(kind) or (kind,))[0]
-    metavar = None if spec.metadata["choices"] else {int: "N", float: "X", str: "TEXT", options.Duration: "TIME"}[base]
-    choices = spec.metadata["choices"]
-    base = str if base is options.Duration else base  # the config converts it, with its own message
-    flags = [SAME[spec.name], flag] if spec.name in SAME else [flag]
-    shown: dict[str, Any] = {"choices": choices, "metavar": metavar, "help": help_text}
-    parser.add_argument(*flags, dest=spec.name, type=base, default=argparse.SUPPRESS, **shown)
+    more: dict[str, Any] = {"choices": choices, "metavar": None if choices else METAVARS.get(base)}
+    if kind is bool:
+        more = {"action": argparse.BooleanOptionalAction}
+    elif kind is dict:
+        more["action"] = "append"
+    else:
+        more["type"] = str if base is options.Duration else base  # the config converts it, with its own message
+    help_text = help_text.replace("%", "%%")
+    parser.add_argument(*flags, dest=spec.name, default=argparse.SUPPRESS, help=help_text, **more)
 
 
 def _add_model_options(

@@ -152,7 +152,7 @@ class Graphed:
             key = (str(layout), _surroundings(), *map(_fixed, leaves))
             graph = self._matching(key, leaves)
             if graph is not None:
-                for buffer, tensor in zip(graph.buffers, _tensors_among(leaves), strict=True):
+                for buffer, tensor in zip(graph.buffers, tensors(leaves), strict=True):
                     buffer.copy_(tensor, non_blocking=True)
                 graph.replay()
                 graph.replays += 1
@@ -166,7 +166,7 @@ class Graphed:
 
     def _checked_graphs(self, leaves: list[Any]) -> Graphs:
         """The implementation; raises ValueError for arguments that no graph supports."""
-        arguments = _tensors_among(leaves)
+        arguments = tensors(leaves)
         devices = {argument.device for argument in (*arguments, *self._parameters())}
         if len(devices) != 1:
             raise ValueError(f"graphed: tensors must be on one device; got {sorted(map(str, devices))}")
@@ -263,9 +263,9 @@ class Graphed:
 
         def work() -> Any:
             nonlocal written
-            versions = [tensor._version for tensor in _tensors_among(kept)]
+            versions = [tensor._version for tensor in tensors(kept)]
             result = self._work(*args, **kwargs)
-            if versions != [tensor._version for tensor in _tensors_among(kept)]:
+            if versions != [tensor._version for tensor in tensors(kept)]:
                 raise RuntimeError("it writes to an argument")
             written = _written(before, self._state(leaves), graphs)
             return result
@@ -273,7 +273,7 @@ class Graphed:
         try:
             with _capturing(self._optimizer):
                 before = self._state(leaves)
-                replay = graphs.capture(work, _tensors_among(kept))
+                replay = graphs.capture(work, tensors(kept))
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -281,7 +281,7 @@ class Graphed:
             self._gave_up = True
             return None
         result = replay()
-        graph = Captured(_tensors_among(kept), replay, result, self._state(leaves))
+        graph = Captured(tensors(kept), replay, result, self._state(leaves))
         graph.state.written = written
         self._eager_calls[key] = 0
         self._captured[key].append(graph)
@@ -349,10 +349,6 @@ def _fixed(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad
     return type(leaf), repr(leaf) if isinstance(leaf, float | complex) else leaf
-
-
-def _tensors_among(leaves: list[Any]) -> list[Tensor]:
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 @contextmanager

@@ -121,6 +121,11 @@ def written_fields(ours: Any, fields: Fields) -> dict[str, Any]:
     return {name: values[field] if field in values else getattr(ours, field) for field, name in names.items()}
 
 
+ORDINARY: dict[str, Any] = {"window": None, "qk_norm": False, "value_dim": None, "ffn_dropout": 0.0}
+BIASED = {**ORDINARY, "attention_bias": True, "ffn_bias": True, "norm_bias": True, "kv_heads": None}
+PRE_NORM: dict[str, Any] = {"norm": "pre", "final_norm": True, "embedding_norm": False}
+"""Values of our fields that a family of transformers has."""
+
 SIZES: Fields = {
     "width": "hidden_size",
     "layers": "num_hidden_layers",
@@ -167,9 +172,7 @@ def gpt2_config(theirs: dict[str, Any], names: set[str]) -> GPTConfig:
 
 
 def describe_gpt2(ours: GPTConfig) -> dict[str, Any]:
-    wanted = {"norm": "pre", "positions": "learned", "final_norm": True, "embedding_norm": False, "head_bias": False}
-    wanted |= {"attention_bias": True, "ffn_bias": True, "norm_bias": True, "kv_heads": None, "window": None}
-    refuse_others(ours, wanted | {"qk_norm": False, "value_dim": None, "ffn_dropout": 0.0})
+    refuse_others(ours, {**PRE_NORM, **BIASED, "positions": "learned", "head_bias": False})
     return {
         "architectures": ["GPT2LMHeadModel"],
         **written_fields(ours, GPT2),
@@ -222,8 +225,7 @@ def bert_config(theirs: dict[str, Any], names: set[str]) -> EncoderConfig:
 
 
 ENCODER: dict[str, Any] = {"norm": "post", "final_norm": False, "embedding_norm": True}
-ENCODER_LIKE = {**ENCODER, "positions": "learned", "kv_heads": None, "attention_bias": True, "ffn_bias": True}
-ENCODER_LIKE |= {"norm_bias": True, "window": None, "qk_norm": False, "value_dim": None, "ffn_dropout": 0.0}
+ENCODER_LIKE = {**ENCODER, **BIASED, "positions": "learned"}
 
 
 def describe_bert(ours: EncoderConfig) -> dict[str, Any]:
@@ -391,9 +393,8 @@ def _rotary_scaling(rotary: dict[str, Any]) -> tuple[float, ...]:
 
 
 def describe_llama(ours: GPTConfig) -> dict[str, Any]:
-    wanted = {"norm": "rms", "positions": "rotary", "activation": "swiglu", "final_norm": True, "head_bias": False}
-    wanted |= {"ffn_bias": False, "window": None, "qk_norm": False, "value_dim": None, "ffn_dropout": 0.0}
-    wanted |= {"rotary_width": None, "rotary_interleaved": False, "rotary_scaling": None, "embedding_norm": False}
+    wanted = {**PRE_NORM, **ORDINARY, "norm": "rms", "positions": "rotary", "activation": "swiglu", "head_bias": False}
+    wanted |= {"ffn_bias": False, "rotary_width": None, "rotary_interleaved": False, "rotary_scaling": None}
     refuse_others(ours, wanted)
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -449,9 +450,7 @@ def vit_config(theirs: dict[str, Any], names: set[str]) -> ViTConfig:
 
 
 def describe_vit(ours: ViTConfig) -> dict[str, Any]:
-    wanted = {"norm": "pre", "final_norm": True, "embedding_norm": False, "kv_heads": None, "window": None}
-    wanted |= {"attention_bias": True, "ffn_bias": True, "norm_bias": True}
-    refuse_others(ours, wanted | {"qk_norm": False, "value_dim": None, "ffn_dropout": 0.0})
+    refuse_others(ours, {**PRE_NORM, **BIASED})
     labels = [f"LABEL_{index}" for index in range(ours.classes)]
     return {
         "architectures": ["ViTForImageClassification"],

@@ -65,6 +65,10 @@ class Processes:
         dist.all_reduce(total)
         return total.tolist()
 
+    def parts(self, items: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
+        """This process's share of the items, at most `size` at a time."""
+        return (part for part in items[self.rank :: self.count].split(size) if len(part))
+
     def gather(self, value: Any) -> list[Any]:
         """The value of every process, in order of rank."""
         if self.count == 1:

@@ -83,6 +83,7 @@ class Recipe(ABC):
         train_length: number of training items.
         fingerprint: hash of the training data; a run can resume only on the same data.
         targets_vary: whether batches of equally many items can have different numbers of targets.
+        unit: what the targets are; if that is named, `evaluate` prints the loss in bits, too.
         predicts_tokens: whether the loss is the cross-entropy of tokens, whose exponential is the perplexity.
     """
 
@@ -90,6 +91,7 @@ class Recipe(ABC):
 
     targets_vary: ClassVar[bool] = False
     predicts_tokens: ClassVar[bool] = False
+    unit: ClassVar[str] = "targets"
     tokenizer: Any = None
     train_length: int
     fingerprint: str
@@ -143,13 +145,13 @@ class Recipe(ABC):
     @classmethod
     def evaluate(cls, trained: Trained) -> str:
         """The text that `evaluate` prints."""
-        totals = evaluation_totals(
-            trained.model, cls(trained.config, trained.tokenizer).evaluation_batches(trained.device)
-        )
+        recipe = cls(trained.config, trained.tokenizer)
+        totals = evaluation_totals(trained.model, recipe.evaluation_batches(trained.device))
         if not totals.targets:
             raise ValueError(f"{trained.config.recipe}: there is no validation data to evaluate on")
         loss, accuracy = totals.loss / totals.targets, totals.correct / totals.targets
-        return f"{cls.describe_loss(loss)}, accuracy {accuracy:.2%} on {totals.targets:.0f} targets"
+        bits = f", {loss / math.log(2):.4f} bits per {cls.unit[:-1]}" * (cls.unit != Recipe.unit)
+        return f"{cls.describe_loss(loss)}{bits}, accuracy {accuracy:.2%} on {totals.targets:.0f} {cls.unit}"
 
     @classmethod
     def describe_loss(cls, loss: float) -> str:

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from transformer_kernels.backends.dispatch import use_backend
 from transformer_kernels.patching import Patched, accelerate, patch, unpatch
 from transformer_kernels.verification.budget import GRADIENT_FACTOR, OUTPUT_FACTOR, measure
+from transformer_kernels.verification.recompute import is_floating
 
 MAX_ROWS = 18
 """Of the printed table; the others are counted."""
@@ -148,7 +149,7 @@ def _compared(model: nn.Module, batch: Any, loss: Loss | None) -> Comparison:
     got = _run(ours, batch, loss, around)
     with use_backend("torch"):
         eager = _run(plain, batch, loss, nullcontext())
-        widened = pytree.tree_map(lambda x: x.double() if _is_floating(x) else x, batch)
+        widened = pytree.tree_map(lambda x: x.double() if is_floating(x) else x, batch)
         try:
             wanted = _run(exact, widened, loss, torch.autocast(device, enabled=False))
         except RuntimeError as error:  # of a model that casts to another dtype by name
@@ -216,17 +217,13 @@ def _backend_attribute(module: nn.Module) -> str:
     return "backend" if type(module).__module__ == "transformer_kernels.nn" and hasattr(module, "backend") else ""
 
 
-def _is_floating(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point()
-
-
 def _largest(x: Tensor) -> float:
     """The largest finite element, in absolute value."""
     return float(x.abs().nan_to_num(0.0, 0.0, 0.0).max()) if x.numel() else 0.0
 
 
 def _first(values: Any) -> Tensor | None:
-    return next(filter(_is_floating, pytree.tree_leaves(values)), None)
+    return next(filter(is_floating, pytree.tree_leaves(values)), None)
 
 
 def _run(model: nn.Module, batch: Any, loss: Loss | None, around: AbstractContextManager[Any]) -> dict[str, Any]:

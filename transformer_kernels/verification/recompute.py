@@ -68,7 +68,7 @@ class Observed(NamedTuple):
 
     def tensors(self) -> list[Tensor]:
         """What went in, of floating point."""
-        return [leaf for leaf in pytree.tree_leaves((self.call, self.grads)) if _is_floating(leaf)]
+        return [leaf for leaf in pytree.tree_leaves((self.call, self.grads)) if is_floating(leaf)]
 
     def part(self, start: int, stop: int) -> Observed | None:
         """The pass of these indices of the first axis; None if it cannot be divided."""
@@ -121,7 +121,7 @@ class Observed(NamedTuple):
         def changed(x: Any) -> Any:
             if isinstance(x, torch.dtype):  # of the products of a loss
                 return change(torch.empty(0, dtype=x)).dtype
-            return change(x) if _is_floating(x) else x
+            return change(x) if is_floating(x) else x
 
         call, result, grads = pytree.tree_map(changed, (self.call, self.result, self.grads))
         if getattr(call, "seed", None) is not None:  # a replay writes to it, and masks are cached by the tensor
@@ -160,7 +160,7 @@ def check(observed: Observed) -> list[Checked]:
     if not named:
         return []
     device = named[0][1].device.type
-    first = observed.call[0] if _is_floating(observed.call[0]) else (observed.grads or observed.tensors())[0]
+    first = observed.call[0] if is_floating(observed.call[0]) else (observed.grads or observed.tensors())[0]
     dtype = first.dtype
     with torch.no_grad(), torch.autocast(device, enabled=False):
         exact = observed.recomputed(Tensor.double)
@@ -198,7 +198,7 @@ def check(observed: Observed) -> list[Checked]:
 def non_finite_row(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
     """The index, in all axes but the last, of the first non-finite element; None if there is none."""
     for x in tensors:
-        if _is_floating(x) and x.numel() and not bool(torch.isfinite(x).all()):
+        if is_floating(x) and x.numel() and not bool(torch.isfinite(x).all()):
             return tuple(torch.nonzero(~torch.isfinite(x))[0].tolist()[: max(x.dim() - 1, 0)])
     return None
 
@@ -207,5 +207,5 @@ def _finite(x: Tensor) -> Tensor:
     return x.masked_fill(~torch.isfinite(x), 0.0)
 
 
-def _is_floating(x: Any) -> bool:
+def is_floating(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()

@@ -15,13 +15,16 @@ Add = Callable[..., argparse.ArgumentParser]
 PASSED_ON = ("corpus", "data_dir", "context", "batch_size", "lr", "seed", "backend", "device")  # options of char-gpt
 
 
-def add_commands(commands: Any, command: Add, model_options: Callable[..., None]) -> None:
+def add_commands(
+    commands: Any, command: Add, model_options: Callable[..., None], field_option: Callable[..., None]
+) -> None:
     """Add these commands to a command line.
 
     Args:
         commands: the result of `add_subparsers`.
         command: creates a parser from (commands, name, help, function).
         model_options: adds --model, --checkpoint, --backend and --device to a parser.
+        field_option: adds the option of a field of a config to a parser.
     """
     attend = command(commands, "attend", "plot the attention maps of a text, for every layer and head", _attend)
     model_options(attend, "runs/char-gpt", pretrained=True)
@@ -52,7 +55,7 @@ def add_commands(commands: Any, command: Add, model_options: Callable[..., None]
     help_text = "plot positions, activations, gradients, random features, words in context, training curves, sweeps"
     plot = commands.add_parser("plot", help=help_text, description=f"{help_text.capitalize()}.")
     _add_plots(plot.add_subparsers(metavar="WHAT", required=True), command, model_options)
-    _add_sweep(commands, command)
+    _add_sweep(commands, command, field_option)
 
 
 def _add_plots(plots: Any, command: Add, model_options: Callable[..., None]) -> None:
@@ -82,7 +85,7 @@ def _add_plots(plots: Any, command: Add, model_options: Callable[..., None]) -> 
         add_option(parser, "--out", f"{name}.png", "output figure", "FILE")
 
 
-def _add_sweep(commands: Any, command: Add) -> None:
+def _add_sweep(commands: Any, command: Add, field_option: Callable[..., None]) -> None:
     help_text = "train character GPTs of several sizes and token budgets, and fit a scaling law"
     parser = command(commands, "sweep", help_text, _sweep)
     sizes, budgets = ["16x1", "32x1", "32x2", "64x2"], [65536, 131072, 262144]
@@ -95,11 +98,8 @@ def _add_sweep(commands: Any, command: Add) -> None:
     add_option(parser, "--resume", "", help_text, "FOLDER")
     for spec, kind in typed_fields(CharGPTConfig):
         if spec.name in PASSED_ON:
-            name, default = "--" + spec.name.replace("_", "-"), spec.default
-            shown = f"{spec.metadata['help']} (default: {default})" if default != "" else spec.metadata["help"]
-            flags = ["--data", name] if spec.name == "corpus" else [name]
-            choices = spec.metadata["choices"]
-            parser.add_argument(*flags, dest=spec.name, type=kind, choices=choices, default=default, help=shown)
+            field_option(parser, spec, kind, spec.default)
+            parser.set_defaults(**{spec.name: spec.default})
 
 
 def _load(chosen: argparse.Namespace) -> Any:

@@ -90,12 +90,8 @@ def draw_words(found: list[WordInContext], word: str, path: str | Path) -> None:
         for index, (name, point) in enumerate(zip(context.names, states.tolist(), strict=True)):
             names.append((point, literal(name), colour, "bold" if index in tokens else "normal"))
     axes.scatter(*star.tolist(), s=140, marker="*", color="black", zorder=3)
-    axes.set_xlabel(f"first component ({shares[0]:.0%} of the variance)")
-    axes.set_ylabel(f"second component ({shares[1]:.0%})")
-    axes.set_title(literal(f"{word!r} in context: static embedding (star) and hidden states (circles)"))
-    axes.grid(alpha=0.3)
-    axes.margins(0.12)
     figure.legend(loc="outside lower center")
+    _finish(axes, f"{word!r} in context: static embedding (star) and hidden states (circles)", shares)
     _name_points(figure, axes, names, arrows)
     write_figure(figure, path)
 
@@ -122,14 +118,18 @@ def draw_nearest(table: WordVectors, terms: Sequence[Term], found: Sequence[str]
             arrows += _arrow(axes, points[start].tolist(), points[end].tolist(), "grey")
     names = [*(table.words[index] for index in asked), *found]
     weights = ["bold"] * len(asked) + ["normal"] * len(found)
-    axes.set_xlabel(f"first component ({shares[0]:.0%} of the variance)")
-    axes.set_ylabel(f"second component ({shares[1]:.0%})")
     signed = "".join(f" {'+' if term.sign > 0 else '-'} {term.word}" for term in terms).removeprefix(" + ")
-    axes.set_title(literal(f"nearest words: {signed}"))
-    axes.grid(alpha=0.3)
-    axes.margins(0.12)
+    _finish(axes, f"nearest words: {signed}", shares)
     _name_points(figure, axes, list(zip(points.tolist(), map(literal, names), colours, weights, strict=True)), arrows)
     write_figure(figure, path)
+
+
+def _finish(axes: Any, title: str, shares: Tensor) -> None:
+    """The title of a plot of two components, and their shares of the variance."""
+    across, up = f"first component ({shares[0]:.0%} of the variance)", f"second component ({shares[1]:.0%})"
+    axes.set(title=literal(title), xlabel=across, ylabel=up)
+    axes.grid(alpha=0.3)
+    axes.margins(0.12)
 
 
 def _arrow(axes: Any, start: list[float], end: list[float], colour: str) -> list[list[float]]:

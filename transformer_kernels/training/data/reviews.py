@@ -143,11 +143,15 @@ class TokenisedReviews:
     def part(self, indices: Tensor) -> TokenisedReviews:
         """The reviews at these indices."""
         lengths = torch.cat([torch.zeros(1, dtype=torch.int64), self.offsets.diff()[indices]])
-        ids = torch.cat([self.review(index) for index in indices.tolist()])
+        ids = torch.cat(self.chosen(indices))
         return TokenisedReviews(ids, lengths.cumsum(0), self.labels[indices])
 
     def review(self, index: int) -> Tensor:
         return self.ids[self.offsets[index] : self.offsets[index + 1]]
+
+    def chosen(self, indices: Tensor) -> list[Tensor]:
+        """The ids of the reviews at these indices."""
+        return list(map(self.review, indices.tolist()))
 
 
 def tokenise(reviews: Reviews, tokenizer: ReviewTokenizer, *, progress: bool = False) -> TokenisedReviews:

@@ -159,12 +159,29 @@ class ByteTokenizer(ReviewTokenizer):
         return {"kind": "bytes"}
 
 
-class LearnedTokenizer(ReviewTokenizer):
-    """Byte pairs or words learned from the training texts by the package tokenizers, then MASK, PAD, CLS and SEP."""
+class PackagedTokenizer(ReviewTokenizer):
+    """A tokenizer of the package `tokenizers`, by its description in JSON."""
 
     def __init__(self, description: str) -> None:
         self._description = description
         self._tokenizer = require("tokenizers").Tokenizer.from_str(description)
+
+    def encode_many(self, texts: list[str], threads: int = 1) -> list[list[int]]:
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def encoding(self, text: str) -> Any:
+        """The tokens of one text with their offsets, without special tokens."""
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids))
+
+
+class LearnedTokenizer(PackagedTokenizer):
+    """Byte pairs or words learned from the training texts by the package tokenizers, then MASK, PAD, CLS and SEP."""
+
+    def __init__(self, description: str) -> None:
+        super().__init__(description)
         pairs = self._tokenizer.get_vocab_size()
         self._add_special_ids(pairs + 1, mask=pairs)
 
@@ -191,21 +208,14 @@ class LearnedTokenizer(ReviewTokenizer):
         tokenizer.train_from_iterator(texts, package.trainers.WordLevelTrainer(**options))
         return cls(tokenizer.to_str())
 
-    def encode_many(self, texts: list[str], threads: int = 1) -> list[list[int]]:
-        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts)]
-
-    def encoding(self, text: str) -> Any:
-        """The tokens of one text with their offsets."""
-        return self._tokenizer.encode(text)
-
     def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode([index for index in ids if index < self.mask])
+        return super().decode([index for index in ids if index < self.mask])
 
     def describe(self) -> dict[str, Any]:
         return {"kind": "learned", "tokenizer": self._description}
 
 
-class PretrainedTokenizer(ReviewTokenizer):
+class PretrainedTokenizer(PackagedTokenizer):
     """The tokenizer of a pretrained encoder, by the package tokenizers, with its own special tokens.
 
     Args:
@@ -216,24 +226,14 @@ class PretrainedTokenizer(ReviewTokenizer):
     """
 
     def __init__(self, description: str, size: int) -> None:
-        self._description, self.vocabulary_size = description, size
-        self._tokenizer = require("tokenizers").Tokenizer.from_str(description)
+        super().__init__(description)
+        self.vocabulary_size = size
         for names in (("[PAD]", "[CLS]", "[SEP]", "[MASK]"), ("<pad>", "<s>", "</s>", "<mask>")):
             ids = [self._tokenizer.token_to_id(name) for name in names]
             if None not in ids:
                 self.pad, self.cls, self.sep, self.mask = ids
                 return
         raise ValueError("the tokenizer has neither [PAD], [CLS], [SEP] and [MASK] nor <pad>, <s>, </s> and <mask>")
-
-    def encode_many(self, texts: list[str], threads: int = 1) -> list[list[int]]:
-        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
-
-    def encoding(self, text: str) -> Any:
-        """The tokens of one text with their offsets, without special tokens."""
-        return self._tokenizer.encode(text, add_special_tokens=False)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids))
 
     def describe(self) -> dict[str, Any]:
         return {"kind": "pretrained", "tokenizer": self._description, "size": self.vocabulary_size}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -17,7 +16,7 @@ from transformer_kernels.training.data.corpus import Windows, read_corpus
 from transformer_kernels.training.data.tokenizers import CharacterTokenizer
 from transformer_kernels.training.distributed import Processes
 from transformer_kernels.training.recipe import Recipe, Trained
-from transformer_kernels.training.step import Batch, evaluation_totals
+from transformer_kernels.training.step import Batch
 
 VALIDATION_WINDOWS = 2048
 TRAINING_PART = 0.9
@@ -102,8 +101,7 @@ class CharGPT(Recipe):
     def validation_batches(self, device: torch.device, processes: Processes) -> Iterator[Batch]:
         """This process's share of non-overlapping windows, evenly spaced over the validation part."""
         if self.validation is not None:
-            starts = self.validation.spread(VALIDATION_WINDOWS)[processes.rank :: processes.count]
-            for part in starts.split(self.config.batch_size):
+            for part in processes.parts(self.validation.spread(VALIDATION_WINDOWS), self.config.batch_size):
                 yield self._batch(self.validation, part, device)
 
     def evaluation_batches(self, device: torch.device) -> Iterator[Batch]:
@@ -120,17 +118,6 @@ class CharGPT(Recipe):
         trained = Trained(model, self.tokenizer, self.config, device, 0, type(self))
         steps = self.generate(trained, [prompt], SAMPLE_LENGTH, Sampling(temperature=0.7))
         return "It writes:\n\n" + prompt + self.tokenizer.decode([choices[0].token for choices in steps])
-
-    @classmethod
-    def evaluate(cls, trained: Trained) -> str:
-        """Loss, perplexity, bits and accuracy on the validation part, or on the whole text if there is none."""
-        recipe = cls(trained.config, trained.tokenizer)
-        totals = evaluation_totals(trained.model, recipe.evaluation_batches(trained.device))
-        loss = totals.loss / totals.targets
-        return (
-            f"{cls.describe_loss(loss)}, {loss / math.log(2):.4f} bits per {cls.unit[:-1]}, "
-            f"accuracy {totals.correct / totals.targets:.2%} on {totals.targets:.0f} {cls.unit}"
-        )
 
     @classmethod
     def generate(cls, trained: Trained, prompts: list[str], count: int, sampling: Sampling) -> Iterator[list[Choice]]:

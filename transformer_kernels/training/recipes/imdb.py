@@ -255,17 +255,17 @@ class Imdb(ReviewRecipe):
 
     def batch(self, indices: Tensor, device: torch.device) -> Batch:
         """The training reviews at `indices`."""
-        if self.config.batching == "packed":
-            return packed_batch(
-                self.reviews, self.training[indices], self.tokenizer, self.config, device, budget=self.budget
-            )
-        return review_batch(self.reviews, self.training[indices], self.tokenizer, self.config, device)
+        chosen = self.training[indices]
+        if self.config.batching != "packed":
+            return review_batch(self.reviews, chosen, self.tokenizer, self.config, device)
+        packed = pack_batch(self.reviews.chosen(chosen), self.tokenizer, self.config, self.budget)
+        inputs = tuple(to_device(tensor, device) for tensor in packed)
+        return Batch(inputs, to_device(self.reviews.labels[chosen], device), int(packed.cu_seqlens[-1]))
 
     def validation_batches(self, device: torch.device, processes: Processes) -> Iterator[Batch]:
         """This process's share of the validation reviews."""
-        for part in self.held_out[processes.rank :: processes.count].split(2 * self.config.batch_size):
-            if len(part):
-                yield review_batch(self.reviews, part, self.tokenizer, self.config, device)
+        for part in processes.parts(self.held_out, 2 * self.config.batch_size):
+            yield review_batch(self.reviews, part, self.tokenizer, self.config, device)
 
     def report(self, model: nn.Module, device: torch.device) -> str:
         """scikit-learn's report on the validation reviews, and the accuracy of TF-IDF on them."""
@@ -308,25 +308,10 @@ def review_batch(
     reviews: TokenisedReviews, indices: Tensor, tokenizer: ReviewTokenizer, config: ImdbConfig, device: torch.device
 ) -> Batch:
     """The reviews at these indices, padded, with their labels."""
-    ids, mask = pad_batch([reviews.review(index) for index in indices.tolist()], tokenizer, config)
+    ids, mask = pad_batch(reviews.chosen(indices), tokenizer, config)
     labels = reviews.labels[indices]
     tokens = int(mask.sum())
     return Batch((to_device(ids, device), to_device(mask, device)), to_device(labels, device), tokens)
-
-
-def packed_batch(
-    reviews: TokenisedReviews,
-    indices: Tensor,
-    tokenizer: ReviewTokenizer,
-    config: ImdbConfig,
-    device: torch.device,
-    *,
-    budget: int,
-) -> Batch:
-    """The reviews at these indices, concatenated, with their labels."""
-    packed = pack_batch([reviews.review(index) for index in indices.tolist()], tokenizer, config, budget)
-    inputs = tuple(to_device(tensor, device) for tensor in packed)
-    return Batch(inputs, to_device(reviews.labels[indices], device), int(packed.cu_seqlens[-1]))
 
 
 @torch.no_grad()

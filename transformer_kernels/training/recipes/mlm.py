@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from python_ref.encoder import MASKED_SHARE
 from transformer_kernels.training.config import build_preset, option
-from transformer_kernels.training.data.sampler import BucketedSampler
+from transformer_kernels.training.data.sampler import NumberedSampler
 from transformer_kernels.training.data.tokenizers import ReviewTokenizer
 from transformer_kernels.training.distributed import Processes
 from transformer_kernels.training.recipe import Trained
@@ -31,14 +31,6 @@ class MlmConfig(ReviewsConfig):
 
     batch_size: int = option(32, "batch size per process, in reviews", fixed=True)
     lr: float = option(1e-3, "peak learning rate")
-
-
-class MaskingSampler(BucketedSampler):
-    """Batches of similar length; item indices differ between epochs, so that masks are redrawn in each epoch."""
-
-    def peek(self) -> Tensor:
-        """The item indices of this process's next batch; indices continue from epoch to epoch."""
-        return super().peek() + self.epoch * self.length
 
 
 def mask_tokens(
@@ -88,11 +80,10 @@ class Mlm(ReviewRecipe):
     def build(cls, config: MlmConfig, tokenizer: ReviewTokenizer) -> nn.Module:
         return build_preset("imdb_mlm", config, vocab_size=tokenizer.vocabulary_size, context=config.max_length)
 
-    def sampler(self, processes: Processes) -> MaskingSampler:
-        """The training reviews."""
-        config = self.config
-        lengths = self.lengths[self.training]
-        return MaskingSampler(lengths, config.batch_size, config.seed, processes.rank, processes.count)
+    def sampler(self, processes: Processes) -> NumberedSampler:
+        """The training reviews in batches of similar length; their masks are redrawn in each epoch."""
+        config, lengths = self.config, self.lengths[self.training]
+        return NumberedSampler(lengths, config.batch_size, config.seed, processes.rank, processes.count)
 
     def batch(self, indices: Tensor, device: torch.device) -> Batch:
         """The training reviews at `indices`, with the masks of these indices."""
@@ -100,15 +91,13 @@ class Mlm(ReviewRecipe):
 
     def validation_batches(self, device: torch.device, processes: Processes) -> Iterator[Batch]:
         """This process's share of the validation reviews, with fixed masks."""
-        for part in self.held_out[processes.rank :: processes.count].split(self.config.batch_size):
-            if len(part):
-                yield self._masked(part, part, device)
+        for part in processes.parts(self.held_out, self.config.batch_size):
+            yield self._masked(part, part, device)
 
     def _masked(self, numbers: Tensor, seeds: Tensor, device: torch.device) -> Batch:
         seeds = (self.config.seed * 1_000_003 + seeds) % 2**32
         generators = (torch.Generator().manual_seed(seed) for seed in seeds.tolist())
-        reviews = [self.reviews.review(number) for number in numbers.tolist()]
-        ids, mask = pad_batch(reviews, self.tokenizer, self.config)
+        ids, mask = pad_batch(self.reviews.chosen(numbers), self.tokenizer, self.config)
         masked, indices, targets = mask_tokens(ids, self.tokenizer, generators)
         inputs = tuple(to_device(tensor, device) for tensor in (masked, mask, indices))
         return Batch(inputs, to_device(targets, device), int(mask.sum()), ids.numel())

@@ -69,9 +69,8 @@ class DigitsViT(Recipe):
 
     def validation_batches(self, device: torch.device, processes: Processes) -> Iterator[Batch]:
         """This process's share of the validation images."""
-        for part in self.held_out[processes.rank :: processes.count].split(4 * self.config.batch_size):
-            if len(part):
-                yield self._batch(part, device)
+        for part in processes.parts(self.held_out, 4 * self.config.batch_size):
+            yield self._batch(part, device)
 
     @classmethod
     def classify(cls, trained: Trained, texts: list[str]) -> Classified:
