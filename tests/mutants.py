@@ -365,8 +365,8 @@ MUTANTS = [
     ),
     Mutant(
         f"{TRAINING}/data/sampler.py",
-        "self.epoch, self.batch = int(state",
-        "self.epoch, self.batch = 0 * int(state",
+        "self.epoch, self.batch = checked_number(state",
+        "self.epoch, self.batch = 0 * checked_number(state",
         "tests/training/data/test_sampler.py",
     ),
     Mutant(

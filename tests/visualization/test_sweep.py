@@ -82,9 +82,9 @@ def test_the_figure_has_the_points_and_the_law(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"parameters": "x"}, "expected numbers"),
+        ({"parameters": "x"}, "expected positive numbers"),
         ({"parameters": -5}, "expected positive numbers"),
-        ({"loss": "3"}, "expected numbers"),
+        ({"loss": "3"}, "expected positive numbers"),
         ({"loss": 0}, "expected positive numbers"),
         ({"loss": float("nan")}, "not JSON: the number NaN"),
         ({"size": [1]}, "not the record of a sweep"),

@@ -10,6 +10,7 @@ from typing import Any
 
 from transformer_kernels.training.config import add_option, typed_fields
 from transformer_kernels.training.recipes.char_gpt import CharGPTConfig
+from transformer_kernels.visualization.curves import KINDS
 
 Add = Callable[..., argparse.ArgumentParser]
 PASSED_ON = ("corpus", "data_dir", "context", "batch_size", "lr", "seed", "backend", "device")  # options of char-gpt
@@ -60,8 +61,7 @@ def add_commands(
 
 def _add_plots(plots: Any, command: Add, model_options: Callable[..., None]) -> None:
     positions = command(plots, "positions", "plot position codes and the similarity of positions", _positions)
-    kinds = ("integer", "fraction", "binary", "sinusoidal", "rotary")
-    add_option(positions, "--kind", "sinusoidal", "(default: sinusoidal)", choices=kinds)
+    add_option(positions, "--kind", "sinusoidal", "(default: sinusoidal)", choices=KINDS)
     add_option(positions, "--length", 100, "positions", "N")
     add_option(positions, "--width", 64, "columns", "N")
     words = command(plots, "words", "plot a word's hidden states in several sentences, and their cosines", _words)

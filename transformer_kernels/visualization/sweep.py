@@ -189,15 +189,13 @@ def read_sweep(folder: str | Path) -> Sweep:
     try:
         points = [Point(**point) for point in record["points"]]
         for point in points:
-            read_size(point.size)
-            if not (type(point.parameters) is type(point.tokens) is int and type(point.loss) in (int, float)):
-                raise ValueError(f"expected numbers; got {point}")
-            if not (point.parameters > 0 and point.tokens > 0 and 0 < point.loss < math.inf):
+            kinds = type(point.parameters), type(point.tokens), type(point.loss)
+            if kinds not in ((int, int, float), (int, int, int)) or not 0 < min(point[1:]) <= max(point[1:]) < math.inf:
                 raise ValueError(f"expected positive numbers; got {point}")
         sweep = Sweep(list(record["sizes"]), list(record["tokens"]), dict(record["options"]), points)
         if not all(type(budget) is int for budget in sweep.tokens):
             raise ValueError(f"expected numbers of tokens; got {sweep.tokens}")
-        for size in sweep.sizes:
+        for size in (*sweep.sizes, *(point.size for point in points)):
             read_size(size)
         CharGPTConfig.from_values(sweep.options, "options")
     except (KeyError, TypeError, ValueError) as error:
