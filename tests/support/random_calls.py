@@ -37,6 +37,8 @@ DROPOUT = (0.0, 0.0, 0.1, 0.5, 1.0)
 LEVELS = (-1e4, -1e6, -1e9, -math.inf)
 """Biases that mask keys, and at times all keys of a row."""
 LARGEST = 4.0
+APPROXIMATE = 2.0**-22
+"""The relative error of a GPU's ex2.approx, which it may have where the result is exactly 1, too."""
 PATHS = (
     ("attention", "attention._torch_chunks", "SCORES_AT_ONCE", 1),
     ("attention", "attention._torch", "LARGE_LSE", 1.0),
@@ -376,8 +378,13 @@ DRAWN: dict[str, Callable[[Draw], Call]] = {
 }
 
 
-def check(op: str, backend: str, draw: Draw) -> float:
+def check(op: str, backend: str, draw: Draw, *, approximate: bool = False) -> float:
     """The largest fraction of a tolerance used by one call with backward; 0 if the backend does not support it.
+
+    Args:
+        op, backend: the call's.
+        draw: its source.
+        approximate: whether exponentials are instructions of a GPU: the weights of softmax may be off by APPROXIMATE.
 
     Raises:
         AssertionError: with the call.
@@ -392,7 +399,7 @@ def check(op: str, backend: str, draw: Draw) -> float:
                 stack.enter_context(mock.patch.object(loaded, name, value))
             if paths:
                 stack.enter_context(without_plans())  # which keep the path that was selected
-            return _check(op, backend, draw, tensors, options)
+            return _check(op, backend, draw, tensors, options, approximate)
     except tk.UnsupportedByBackend:
         return 0.0
     except Exception as error:
@@ -400,7 +407,9 @@ def check(op: str, backend: str, draw: Draw) -> float:
         raise AssertionError(f"{type(error).__name__}: {error}\n{shapes} {options} {paths}") from error
 
 
-def _check(op: str, backend: str, draw: Draw, tensors: dict[str, Tensor], options: dict[str, Any]) -> float:
+def _check(
+    op: str, backend: str, draw: Draw, tensors: dict[str, Tensor], options: dict[str, Any], approximate: bool
+) -> float:
     exact_function = getattr(oracle, op)
     shapes = [x.shape for x in run(exact_function, tensors, options, dtype=torch.float64, seed=draw.seed).outputs]
     cotangents = [_cotangent(draw, shape) for shape in shapes]
@@ -419,7 +428,10 @@ def _check(op: str, backend: str, draw: Draw, tensors: dict[str, Tensor], option
         stored = _with_rounded_sum(tensors, exact.outputs[1], draw.dtype)
         draws.append(run(exact_function, stored, options, cotangents, torch.float64, draw.seed))
     if op == "softmax" and draw.dtype.itemsize == 2:  # backward reads the weights as they were stored
-        with mock.patch.object(oracle, "weights_and_lse", _weights_stored_as(draw.dtype)):
+        with mock.patch.object(oracle, "weights_and_lse", _weights_kept_as(lambda w: w.to(draw.dtype).double())):
+            draws.append(once(exact_function, torch.float64))
+    if approximate and "sinks" not in tensors:
+        with mock.patch.object(oracle, "weights_and_lse", _weights_kept_as(_off, _off)):
             draws.append(once(exact_function, torch.float64))
     if draw.unread is not None and cotangents[0] is not None and draw.unread.dim() == cotangents[0].dim():
         draw.poison(cotangents[0], draw.unread)
@@ -449,15 +461,21 @@ def _with_rounded_sum(tensors: dict[str, Tensor], total: Tensor, dtype: torch.dt
     return {**tensors, "residual": shifted.requires_grad_(residual.requires_grad)}
 
 
-def _weights_stored_as(dtype: torch.dtype) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The oracle's softmax, whose gradient is w * (dw - sum(w * dw)) with the rounded weights w."""
+def _off(weights: Tensor) -> Tensor:
+    return weights * (1.0 + APPROXIMATE)
+
+
+def _weights_kept_as(
+    kept: Callable[[Tensor], Tensor], returned: Callable[[Tensor], Tensor] = lambda weights: weights
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The oracle's softmax, which returns `returned(weights)`; its gradient is w * (dw - sum(w * dw)), w those kept."""
     softmax = oracle.weights_and_lse
 
-    def weights_and_lse(scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+    def weights_and_lse(scores: Tensor, visible: Tensor, sinks: None = None) -> tuple[Tensor, Tensor]:
         weights, lse = (x.detach() for x in softmax(scores, visible))
-        w, scores = weights.to(dtype).double(), torch.where(visible, scores, 0.0)
+        w, scores = kept(weights), torch.where(visible, scores, 0.0)
         of_gradient = w * (scores - (w * scores).sum(-1, keepdim=True))
-        return weights + of_gradient - of_gradient.detach(), lse
+        return returned(weights) + of_gradient - of_gradient.detach(), lse
 
     return weights_and_lse
 

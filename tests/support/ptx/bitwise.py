@@ -83,15 +83,16 @@ def _funnel(form: Form) -> Step:
 
 @TABLE.add("bfe")
 def _extract(form: Form) -> Step:
-    type = form.type("u32", "s32")
+    type = form.type("u32", "s32", "u64")
 
     def extract(a: Array, b: Array, c: Array) -> Array:
-        first = np.asarray(b & np.uint32(255)).astype(np.int64)
-        length = np.asarray(c & np.uint32(255)).astype(np.int64)
-        if ((first > 31) | (length > 32) | (length < 1) | (first + length > 32)).any():
-            raise Refused("bfe: a field beyond the word")
-        field = (np.asarray(a).astype(np.int64) >> first) & ((np.int64(1) << length) - 1)
+        first = np.asarray(b & np.uint32(255)).astype(np.uint64)
+        length = np.asarray(c & np.uint32(255)).astype(np.uint64)
+        if ((length > 63) | (length < 1) | (first + length > type.bits)).any():
+            raise Refused("bfe: a field beyond the word, or of 64 bits")
+        field = (np.asarray(a).astype(np.uint64) >> first) & ((np.uint64(1) << length) - np.uint64(1))
         if type.kind == "signed":
+            field, length = field.astype(np.int64), length.astype(np.int64)
             field = np.where((field >> (length - 1)) & 1, field - (np.int64(1) << length), field)
         return field.astype(type.dtype)
 
