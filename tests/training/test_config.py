@@ -203,6 +203,7 @@ def test_a_fifo_is_no_config(name, tmp_path):
         ({"threads": 10**6}, "threads must be at most 4,096; got 1000000"),
         ({"lr": 1e300}, r"lr must be at most 1e\+30; got 1e\+300"),
         ({"context": 0}, "context must be at least 1; got 0"),
+        ({"out": "a\0b"}, r"out must be of type str; got 'a\\x00b'"),
     ],
 )
 def test_values_that_no_run_has(values, message):

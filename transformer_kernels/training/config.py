@@ -185,7 +185,7 @@ def convert(name: str, value: Any, kind: Any) -> Any:
     except (TypeError, ValueError):
         converted = None
     lost = converted is None or (kind in (int, str, bool) and not isinstance(value, str) and converted != value)
-    if lost or isinstance(value, bool) != (kind is bool):
+    if lost or isinstance(value, bool) != (kind is bool) or (kind is str and "\0" in converted):
         wanted = "a duration such as 90, 5m or 1h" if kind is Duration else f"of type {kind.__name__}"
         raise ValueError(f"{name} must be {wanted}; got {reprlib.repr(value)}")
     if kind is int and not -(2**63) <= converted < 2**63:
