@@ -175,7 +175,9 @@ def paths(capability: tuple[int, int]) -> list[FastPath]:
         FastPath("short sequences", "cuda", lambda: replaced(_compiled, "path", "general"), short),
         FastPath("sm_90a: TMA and wgmma", "cuda", lambda: replaced(_compiled, "path", "general"), LONG),
         PERSISTENT,
-        FastPath("short sequences", "triton", lambda: replaced(_triton._Plan, "short_tile", lambda *_: None), short),
+        FastPath(
+            "short sequences", "triton", lambda: replaced(_triton._Launches, "short_tile", lambda *_: None), short
+        ),
         FastPath(
             "decode", "triton", lambda: replaced(_tiles, "DECODE_QUERIES", 0), (Case(4, 12, 1, 64, keys=4096),)
         ),
