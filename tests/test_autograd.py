@@ -326,3 +326,18 @@ def test_negated_views_are_refused():
         tk.gelu(torch.randn(4, 16)[:, ::2])  # a call of the same layout
         with pytest.raises(TypeError, match=r"gelu: x must not be a negated view; pass x.resolve_neg\(\)"):
             tk.gelu(negated)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_hooks_of_saved_tensors_may_change_their_strides(backend):
+    """Offloading and compression return what they were given in another layout."""
+    packed = torch.randn(2, 24, 3, 4, 8)
+    found = []
+    for layout in (lambda x: x, lambda x: x.clone(memory_format=torch.contiguous_format)):
+        x = packed.clone().requires_grad_()
+        q, k, v = x.permute(2, 0, 3, 1, 4)
+        with torch.autograd.graph.saved_tensors_hooks(layout, lambda x: x):
+            out = tk.attention(q, k, v, backend=backend)
+        out.square().sum().backward()
+        found.append(x.grad)
+    torch.testing.assert_close(*found)

@@ -509,6 +509,14 @@ class Operation:
         )
 
 
+_saved_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # None without hooks
+
+
+def _laid_out(x: Any, strides: Any) -> Any:
+    """A saved tensor with the strides that the plan's kernels read, which hooks of saved tensors may change."""
+    return x if x is None or x.stride() == strides else x.new_empty_strided(x.shape, strides).copy_(x)
+
+
 class _Recorded(torch.autograd.Function):
     """A call that autograd records: forward, and the backend's backward."""
 
@@ -520,12 +528,15 @@ class _Recorded(torch.autograd.Function):
         ctx.made_ahead = made is not None
         results = plan.forward(call) if made is None else made[0]
         plan.keep(ctx, call, results if operation.result else (results,), *(made or ())[1:])
+        ctx.strides = _saved_hooks(True) and [x.stride() if isinstance(x, Tensor) else None for x in ctx.to_save]
         return results if operation.result is None else plan.outputs(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         plan: _plan.Plan = ctx.plan
         operation, tensors = plan.operation, ctx.saved_tensors
+        if ctx.strides:
+            tensors = tuple(map(_laid_out, tensors, ctx.strides))
         try:
             if is_differentiated_again():
                 gradients = operation.differentiated(*plan.kept(tensors), grads, plan.wanted)
