@@ -509,7 +509,8 @@ class Operation:
         )
 
 
-_saved_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # None without hooks
+_saved_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_tracing: True)
+"""The hooks of saved tensors, or None; releases of PyTorch that cannot be asked are taken to have some."""
 
 
 def _laid_out(x: Any, strides: Any) -> Any:
