@@ -22,6 +22,7 @@ from typing import Any
 from transformer_kernels import __version__
 from transformer_kernels.training import config as options
 from transformer_kernels.training.config import add_option
+from transformer_kernels.training.data.files import is_unicode
 from transformer_kernels.training.recipes import find_recipe, make_config, recipes
 from transformer_kernels.visualization import commands as visualization
 
@@ -115,7 +116,7 @@ def _check_texts(chosen: argparse.Namespace) -> None:
     for name in TEXTS & vars(chosen).keys():
         given = getattr(chosen, name) or ()
         for text in [given] if isinstance(given, str) else given:
-            if any("\ud800" <= character <= "\udfff" for character in text) and not os.path.exists(text):
+            if not (is_unicode(text) or os.path.exists(text)):
                 raise ValueError(f"{name}: not UTF-8 text: {text!r}")
 
 

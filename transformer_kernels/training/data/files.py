@@ -1,4 +1,4 @@
-"""Verified downloads, atomic writes, locks and numbered folders."""
+"""Verified downloads, atomic writes, locks, numbered folders, and a check of texts."""
 
 from __future__ import annotations
 
@@ -113,3 +113,8 @@ def _download(url: str, path: Path, max_bytes: int, remedy: str, timeout: float)
     except (OSError, HTTPException) as error:
         raise DataFileError(f"cannot download {url} to {path}: {error}; {remedy}") from error
     return bytes(received)
+
+
+def is_unicode(text: str) -> bool:
+    """False for a lone surrogate, as of an undecodable byte or of an escape in JSON, which no tokenizer encodes."""
+    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)

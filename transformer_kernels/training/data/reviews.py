@@ -20,7 +20,7 @@ from torch import Tensor
 from transformer_kernels.backends.build import cache_folder
 from transformer_kernels.pretrained.folder import check_regular, read_text
 from transformer_kernels.training._optional import require
-from transformer_kernels.training.data.files import locked, write_atomically
+from transformer_kernels.training.data.files import is_unicode, locked, write_atomically
 from transformer_kernels.training.data.tokenizers import ReviewTokenizer
 
 FORMATS = (".csv", ".jsonl", ".parquet")
@@ -62,18 +62,13 @@ def read_reviews(path: str | Path) -> Reviews:
     texts, labels = [], []
     for number, (text, label) in enumerate(rows, start=1):
         key = str(label).strip().lower()
-        if not isinstance(text, str) or not _is_unicode(text) or key not in LABELS:
+        if not isinstance(text, str) or not is_unicode(text) or key not in LABELS:
             raise ValueError(f"{path}, row {number}: expected a text and a label of {', '.join(LABELS)}; got {label!r}")
         texts.append(text.replace("<br />", "\n"))
         labels.append(LABELS[key])
     if not texts:
         raise ValueError(f"{path}: contains no reviews; at least one is needed")
     return Reviews(texts, labels)
-
-
-def _is_unicode(text: str) -> bool:
-    """False for half of a surrogate pair, which JSON can escape and no tokenizer encodes."""
-    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _folder_rows(folder: Path) -> Iterator[tuple[str, str]]:
