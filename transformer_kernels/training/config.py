@@ -210,36 +210,37 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path}: a folder; a config is a .yaml, .toml or .json file, or one of {', '.join(bundled)}")
     if path.suffix not in READERS:
         raise ValueError(f"{path}: a config file ends in .yaml, .yml, .toml or .json")
-    if path.suffix == ".json":
-        return read_object(path)
-    values = READERS[path.suffix](path, read_text(path))
+    values = READERS[path.suffix](path)
     if not isinstance(values, dict | None):
         raise ValueError(f"{path}: expected names and values at the top level; got a {type(values).__name__}")
     return values or {}
 
 
-def _read_toml(path: Path, text: str) -> Any:
+def _read_toml(path: Path) -> Any:
     try:
         import tomllib
     except ImportError:
         tomllib = require("tomli")
+    text = read_text(path)
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not valid TOML: {error}") from error
 
 
-def _read_yaml(path: Path, text: str) -> Any:
+def _read_yaml(path: Path) -> Any:
     yaml: Any = require("yaml")
 
     class Loader(yaml.SafeLoader):
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            names = [name.value for name, _ in node.value]
-            for index, name in enumerate(names):
-                if name in names[:index]:
+            seen = set()
+            for name in (name.value for name, _ in node.value if isinstance(name, yaml.ScalarNode)):
+                if name in seen:
                     raise yaml.constructor.ConstructorError(None, None, f"{name} is given twice", node.start_mark)
+                seen.add(name)
             return super().construct_mapping(node, deep)
 
+    text = read_text(path)
     try:
         return yaml.load(text, Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -248,7 +249,7 @@ def _read_yaml(path: Path, text: str) -> Any:
         raise ValueError(f"{path}{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from error
 
 
-READERS: dict[str, Any] = {".yaml": _read_yaml, ".yml": _read_yaml, ".toml": _read_toml, ".json": None}
+READERS = {".yaml": _read_yaml, ".yml": _read_yaml, ".toml": _read_toml, ".json": read_object}
 
 
 def resumed_config(saved: TrainingConfig, changes: Mapping[str, Any]) -> Any:
