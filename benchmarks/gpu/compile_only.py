@@ -1,17 +1,22 @@
 """Compiles the Triton kernels that a part of the record launches on a GPU, without one.
 
-    python -m benchmarks.gpu.compile_only 90 smoke KEYS
+    python -m benchmarks.gpu.compile_only 90 smoke KEYS UNTIL
 
-A driver compiles for the GPU into TRITON_CACHE_DIR and launches nothing, so results are uninitialised and ignored. The
-file KEYS gets a line for each kernel: its cache key without the hash of Triton's own files.
+A driver that launches nothing collects the kernels, so results are uninitialised and ignored. Then a process per core
+compiles them into TRITON_CACHE_DIR, in the order of their launches, until the time UNTIL (seconds since the epoch). The
+file KEYS gets a line for each compiled kernel: its cache key without the hash of Triton's own files.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
+import multiprocessing
+import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -60,27 +65,62 @@ class Driver:
         return 0
 
 
-def install(capability: int, keys: Path | None = None) -> None:
-    """Make the Triton backend compile for a GPU in this process, for CPU tensors; note the keys."""
+def install(capability: int) -> None:
+    """Make the Triton backend compile for a GPU in this process, for CPU tensors."""
     import triton
-    from triton.compiler import compiler
 
     triton.runtime.driver._active = Driver(capability)
     backend.INTERPRETED_CAPABILITY = divmod(capability, 10)
     backend.multiprocessors = lambda device: MULTIPROCESSORS
     backend._unavailable_on = lambda kind, index: None
-    if keys is None:
-        return
-    key_of, own = compiler.get_cache_key, triton.runtime.cache.triton_key()
 
-    def noted(*arguments: Any, **options: Any) -> str:
-        key: str = key_of(*arguments, **options)
-        line = {"digest": hashlib.sha256(key.encode()).hexdigest(), "key": key.removeprefix(own)}
-        with open(keys, "a") as file:
-            file.write(json.dumps(line) + "\n")
-        return key
 
-    compiler.get_cache_key = noted
+def collect() -> dict[str, Callable[[], Any]]:
+    """A dict that gets the compilation of each kernel that this process launches from now on, by its cache key."""
+    from triton._C.libtriton import get_cache_invalidating_env_vars
+    from triton.compiler.compiler import get_cache_key
+    from triton.runtime.jit import JITFunction
+
+    compilations: dict[str, Callable[[], Any]] = {}
+
+    def defer(function: Any, key: str, signature: Any, device: int, constants: Any, options: Any, *more: Any) -> None:
+        _, _, target, compiler, _ = function.device_caches[device]
+        source = function.ASTSource(function, signature, constants, more[0])
+        name = get_cache_key(source, compiler, options, get_cache_invalidating_env_vars())
+        compilation = functools.partial(function.compile, source, target=target, options=options.__dict__)
+        compilations.setdefault(name, compilation)
+
+    JITFunction._do_compile = defer
+    return compilations
+
+
+def compile_all(compilations: dict[str, Callable[[], Any]], keys: Path, until: float) -> int:
+    """Compile in a process per core until a time; the number of kernels that are left."""
+    from triton.runtime.cache import triton_key
+
+    own, fork = triton_key(), multiprocessing.get_context("fork")
+    names, following = list(compilations), fork.Value("i", 0)
+
+    def work() -> None:
+        while time.time() < until:
+            with following:
+                number = following.value
+                following.value += 1
+            if number >= len(names):
+                return
+            name = names[number]
+            with contextlib.suppress(Exception):  # ptxas refuses it
+                compilations[name]()
+                line = {"digest": hashlib.sha256(name.encode()).hexdigest(), "key": name.removeprefix(own)}
+                with open(keys, "a") as file:
+                    file.write(json.dumps(line) + "\n")
+
+    workers = [fork.Process(target=work) for _ in range(os.cpu_count() or 1)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return max(0, len(names) - following.value)
 
 
 class Unfilled(TorchFunctionMode):
@@ -151,6 +191,7 @@ def tests() -> None:
 
     parity.check_parity, interpreter.hardened, interpreter.quicken = only_run, as_it_is, lambda: None
     options = ["-q", "--tb=no", "--no-header", "-p", "no:randomly", "-p", "no:random_order", "-p", "no:cacheprovider"]
+    options += ["-p", "benchmarks.evidence"]  # for its order
     pytest.main([*PARITY, *options, "-m", "not slow and not gpu", "-k", "triton"])
 
 
@@ -158,5 +199,8 @@ PARTS: dict[str, Callable[[], None]] = {"smoke": smoke, "tables": tables, "steps
 
 
 if __name__ == "__main__":
-    install(int(sys.argv[1]), Path(sys.argv[3]))
+    install(int(sys.argv[1]))
+    launched = collect()
     PARTS[sys.argv[2]]()
+    left = compile_all(launched, Path(sys.argv[3]), float(sys.argv[4]))
+    print(f"{sys.argv[2]}: {len(launched) - left} of {len(launched)} Triton kernels", flush=True)

@@ -1,12 +1,13 @@
 """What the record of a GPU would otherwise compile there, made without one: runs/gpu-kit.tar.xz, minutes on two cores.
 
     python -m benchmarks.gpu.kit                      make it, for an H100 or H200
-    python -m benchmarks.gpu.kit --without tests      without the kernels that only the parity suite launches
+    python -m benchmarks.gpu.kit --minutes 90         all Triton kernels: the parity suite launches many
 
 It has the CUDA extension for the GPU's architecture, the Triton kernels that the calls launch, and the program of the
-conformance tests with its expected output. A driver that compiles for the GPU and launches nothing collects the Triton
-kernels. Each part is used if it was made of the same sources, Triton's kernels by the same release of Triton: its cache
-keys contain a hash of Triton's files, which differ between builds for two Pythons, so `unpack` computes the keys anew.
+conformance tests with its expected output. A driver that launches nothing collects the Triton kernels, of which as many
+are compiled as the time allows, in the order of the calls. Each part is used if it was made of the same sources,
+Triton's kernels by the same release of Triton: its cache keys contain a hash of Triton's files, which differ between
+builds for two Pythons, so `unpack` computes the keys anew.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,9 +167,9 @@ def compile_extension(architecture: str, package: Path | None = None) -> list[st
 # On a machine without one
 
 
-def make(architecture: str, parts: tuple[str, ...], archive: Path = ARCHIVE) -> int:
+def make(architecture: str, parts: tuple[str, ...], minutes: float, archive: Path = ARCHIVE) -> int:
     """Make the archive; 1 if the extension or the conformance program is missing."""
-    missing = []
+    missing, until = [], time.time() + 60.0 * minutes
     with tempfile.TemporaryDirectory() as folder:
         kit = Path(folder)
         described: dict[str, Any] = {"architecture": architecture, "extension": "", "conformance": ""}
@@ -183,7 +185,7 @@ def make(architecture: str, parts: tuple[str, ...], archive: Path = ARCHIVE) -> 
             described["conformance"] = conformance_sources()
         except (build.BuildError, subprocess.CalledProcessError, AssertionError) as error:
             missing.append(f"no conformance program: {error}")
-        fill(architecture.rstrip("af"), parts, kit)
+        fill(architecture.rstrip("af"), parts, kit, until)
         described |= {"triton": triton_version(), "kernels": json.loads((kit / "kernels.json").read_text())}
         (kit / DESCRIPTION).write_text(json.dumps(described))
         pack(kit, archive, len(described["kernels"]))
@@ -216,13 +218,13 @@ def pack(kit: Path, archive: Path, kernels: int) -> None:
     archive.write_bytes(buffer.getvalue())
 
 
-def fill(capability: str, parts: tuple[str, ...], kit: Path) -> None:
+def fill(capability: str, parts: tuple[str, ...], kit: Path, until: float) -> None:
     """Compile the Triton kernels of these parts into kit/triton, with their names and keys in kernels.json."""
     with tempfile.TemporaryDirectory() as cache:
         variables = {"TRITON_CACHE_DIR": cache, "TRITON_INTERPRET": "0", "TRANSFORMER_KERNELS_EMULATE": "0"}
         keys = Path(cache) / "keys.jsonl"
         for part in parts:
-            command = [sys.executable, "-m", "benchmarks.gpu.compile_only", capability, part, str(keys)]
+            command = [sys.executable, "-m", "benchmarks.gpu.compile_only", capability, part, str(keys), str(until)]
             subprocess.run(command, cwd=environment.ROOT, env={**os.environ, **variables}, check=True)
         collect(Path(cache), keys, kit)
 
@@ -250,13 +252,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--architecture", default="90a", help="default: %(default)s, an H100 or H200")
     parser.add_argument("--without", action="append", default=[], choices=PARTS, help="part of the Triton kernels")
+    parser.add_argument("--minutes", type=float, default=20.0, help="of compilation in all (default: %(default)s)")
     parser.add_argument("--compile", metavar="ARCHITECTURE", help="only compile the extension into the package")
     chosen = parser.parse_args(arguments)
     if chosen.compile:
         failed = compile_extension(chosen.compile)
         print("\n".join(failed))
         return int(bool(failed))
-    return make(chosen.architecture, tuple(part for part in PARTS if part not in chosen.without))
+    return make(chosen.architecture, tuple(part for part in PARTS if part not in chosen.without), chosen.minutes)
 
 
 if __name__ == "__main__":

@@ -155,12 +155,14 @@ if sys.argv[1] == "elsewhere":
     other = lambda: "another build of Triton"
     cache.triton_key = other
     print(kit.unpack(Path(sys.argv[2]), "90a", Path(sys.argv[3]), Path(sys.argv[2])).describe())
-    compile_only.install(90)
-else:
-    compile_only.install(90, Path(sys.argv[2]))
+compile_only.install(90)
+launched = compile_only.collect() if sys.argv[1] == "here" else {}
 from transformer_kernels import verification
 for _ in verification.run_case(verification.cases(["gelu"], ["float32"])[0], "triton", torch.device("cpu")):
     pass
+if launched:
+    assert compile_only.compile_all(launched, Path(sys.argv[2]), float("-inf")) == len(launched)
+    assert compile_only.compile_all(launched, Path(sys.argv[2]), float("inf")) == 0
 """
 
 
