@@ -3,6 +3,7 @@
 The CPU backend's kernels run under the first.
 """
 
+import itertools
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.day import in_turn
 from transformer_kernels.backends import build as _build
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,8 +48,7 @@ def run_sanitized(module, sanitizer, *arguments):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernels", ["row_kernels", "attention"])
-@pytest.mark.parametrize("sanitizer", OPTIONS)
+@pytest.mark.parametrize("sanitizer, kernels", in_turn(itertools.product(OPTIONS, ["row_kernels", "attention"])))
 def test_kernels(sanitizer, kernels):
     _build.build_emulated(sanitizer)  # without the sanitizer's library, which slows down compilers
     result = run_sanitized(f"tests.gates.sanitized_{kernels}", sanitizer)

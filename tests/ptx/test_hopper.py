@@ -6,6 +6,7 @@ mbarriers, tensor copies, named barriers, registers that move between warp group
 import pytest
 import torch
 
+from tests.support.day import in_turn
 from tests.support.ptx.cases import problems
 from tests.support.ptx.hopper import CALLS, VARIANTS, persistent, planted, variant, verdict
 from transformer_kernels.backends import build
@@ -52,7 +53,7 @@ def test_a_persistent_grid_matches_reference(name, dtype):
     assert not (lines := problems(result)), "\n".join(lines[:20])
 
 
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", in_turn(CALLS))
 def test_planted_bugs_are_found(call):
     assert not problems(CALLS[call](None))
     verdicts = {name: verdict(call, bug, index) for name, (bug, index) in planted(call).items()}

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.support.day import in_turn
 from tests.support.ptx.bugs import survey
 from tests.support.ptx.worker import in_worker
 
@@ -41,6 +42,6 @@ def test_bugs_of_layer_norm_are_found():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("target", in_turn(["sm_80", "sm_90"]))
 def test_bugs_of_attention_are_found(target):
     check(f"attention {target}", 40)
