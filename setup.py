@@ -5,7 +5,7 @@ TRANSFORMER_KERNELS_CPU_LEVELS   the instruction sets to compile for: native, th
                                  every one that it has (as an in-place build does); all; none; or a list of plain,
                                  avx2, avx512, avx512_bf16 and amx. On aarch64 plain uses NEON, and is compiled where
                                  it is named
-TRANSFORMER_KERNELS_CUDA_ARCHS   which GPUs to build for, as 80;90a;120+PTX, or release, or none; else those of this
+TRANSFORMER_KERNELS_CUDA_ARCHS   which GPUs to build for, as 80;90a;120+PTX, or release, or none; default: this
                                  machine
 TRANSFORMER_KERNELS_REQUIRE_CUDA 1: fail instead of installing without the extension
 MAX_JOBS                         how many compilers run at once

@@ -35,7 +35,7 @@ from transformer_kernels.patching._accelerate import _block
 COLUMNS, CLASSES, HEAD_DIM = 256, 1024, 64
 MIN_POWER, MAX_POWER = 10, 24
 MAX_REROUTED_POWER = 19
-"""Beyond, the host time of a rerouted call does not matter: its entry is that of the operation."""
+"""Above this size the host time of a rerouted call does not matter: its entry equals the operation's."""
 GAIN, TIE = 0.95, 1.02
 MIN_ROUNDS = 3
 RESTRICTED = {

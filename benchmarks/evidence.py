@@ -37,7 +37,7 @@ RAN = ("passed", "failed", "skipped")
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out known tests and those of struck kernels; put the first of each kernel and dtype before the others."""
+    """Leave out known tests and tests of struck kernels; put the first of each kernel and dtype before the others."""
     struck = {tuple(each) for each in json.loads(os.environ.get(STRUCK, "[]"))}
     known = set(json.loads(Path(os.environ.get(KNOWN, os.devnull)).read_text() or "[]"))
     left_out = [item for item in items if item.nodeid in known or _named(item.nodeid) & struck]

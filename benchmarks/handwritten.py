@@ -162,7 +162,7 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Tokens and positions -> blocks -> norm -> logits; the loss is that of the next token.
+    """Tokens and positions -> blocks -> norm -> logits; the loss predicts the next token.
 
     Args:
         size: of the model.
@@ -248,7 +248,7 @@ class SwiGLU(nn.Module):
 
 
 class Llama(LanguageModel):
-    """Rotary embeddings instead of those of positions."""
+    """Rotary instead of position embeddings."""
 
     def __init__(self, size: Size) -> None:
         super().__init__(

@@ -81,7 +81,7 @@ def _key(kind: str, op: str, case: str, direction: str, candidate: str, dtype: s
 
 
 def plan(device: torch.device, quick: bool = False, part: str | None = None) -> list[Task]:
-    """All tasks for a device or those of one of PARTS, each once, the most valuable first."""
+    """All tasks for a device, or the tasks of one of PARTS, each once, the most valuable first."""
     if part is not None:
         ordered = PARTS[part](device)
     elif quick:

@@ -200,7 +200,7 @@ def throughput(rows: Sequence[Row]) -> Figure | None:
 
 
 def _present(rows: Sequence[Row], name: str, order: Sequence[str]) -> list[str]:
-    """The values of a column, those of `order` first."""
+    """The values of a column, the values in `order` first."""
     values = list(dict.fromkeys(row[name] for row in rows))
     return [value for value in order if value in values] + [value for value in values if value not in order]
 

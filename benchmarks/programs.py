@@ -3,9 +3,9 @@
     python -m benchmarks.programs [--models gpt,bert] [--modes train,eval,one] [--columns route,inductor] [--tiny]
 
 Rows are training steps with fused AdamW, inference of a batch and of one sequence. Minimum CPU time of interleaved
-calls, which is robust to other load; `first` is the CPU time of the first call beyond that of the second, compilation
-included, `memory` the peak of a training step. Before it is timed, each way must give the loss and the gradients of
-eager PyTorch without dropout. `--tiny` runs everything in a minute.
+calls, which is robust to other load; `first` is the CPU time of the first call minus the time of the second,
+compilation included, `memory` the peak of a training step. Before it is timed, each way must give the loss and the
+gradients of eager PyTorch without dropout. `--tiny` runs everything in a minute.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def check(name: str, size: Size, way: str) -> float:
 
 
 def first_calls(calls: list[Call]) -> list[float]:
-    """CPU seconds of the first call of each beyond that of its second."""
+    """CPU seconds of the first call of each minus the CPU seconds of its second."""
     found = []
     for call in calls:
         times = []

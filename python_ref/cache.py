@@ -203,7 +203,7 @@ class SteadyCache(KVCache):
 
 
 def activation_dtype(model: CachedModel) -> torch.dtype:
-    """The dtype of a model's keys: that of its weights, or autocast's."""
+    """The dtype of a model's keys: the dtype of its weights, or autocast's."""
     weight = model.embedding.tokens.weight
     if torch.is_autocast_enabled(weight.device.type):
         return torch.get_autocast_dtype(weight.device.type)

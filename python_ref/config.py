@@ -25,7 +25,7 @@ class TransformerConfig:
         layers: number of blocks.
         heads: H, the number of query heads; divides `width`.
         kv_heads: number of key and value heads; divides `heads`. None means `heads`.
-        value_dim: width of a value head. None means that of a query head, `width` / `heads`.
+        value_dim: width of a value head. None means the width of a query head, `width` / `heads`.
         qk_norm: apply an RMSNorm to each query head and each key head, before the rotation.
         window: a query sees the nearest `window` keys only, itself included. None means all.
         window_pattern: one letter per layer, "L" (local, with the window) or "G" (global), repeated over the layers.

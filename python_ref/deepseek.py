@@ -284,7 +284,7 @@ class Predictor(Layer):
 
 
 class Deepseek(GPT):
-    """A decoder-only language model with latent attention and experts; `forward` and its cache are those of `GPT`.
+    """A decoder-only language model with latent attention and experts; `forward` and its cache work as in `GPT`.
 
     In training mode `loss` adds the mean loss of the further predictions. Steps of more pairs of token and expert than
     there are experts have shapes that depend on the data, so they cannot be captured or compiled as one graph.
@@ -304,7 +304,7 @@ class Deepseek(GPT):
         return DeepseekBlock(self.config, self.ops, layer)
 
     def loss(self, tokens: Tensor, targets: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
-        """The mean cross-entropy of `forward(tokens)`; in training mode also that of the further predictions.
+        """The mean cross-entropy of `forward(tokens)`; in training mode plus the losses of the further predictions.
 
         loss + prediction_weight / D * sum_d loss_d, where loss_d is the mean cross-entropy of the token d + 1 positions
         ahead (DeepSeek-V3, equations 24 and 25).

@@ -41,8 +41,8 @@ class LanguageModel(Transformer):
     def new_cache(self, batch: int, length: int, dtype: torch.dtype | None = None, *, steady: bool = False) -> KVCache:
         """An empty cache for `batch` sequences of at most `length` tokens, on the model's device.
 
-        The dtype defaults to that of the weights, or autocast's. `steady`: a `SteadyCache`, whose steps can be captured
-        in a CUDA graph. Raises ValueError where `KVCache` does.
+        The dtype defaults to the dtype of the weights, or autocast's. `steady`: a `SteadyCache`, whose steps can be
+        captured in a CUDA graph. Raises ValueError where `KVCache` does.
         """
         return (SteadyCache if steady else KVCache)(self, batch, length, dtype)
 

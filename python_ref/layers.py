@@ -163,7 +163,7 @@ class Attention(Layer):
         Args:
             context: those tokens, or the result of `keys_values` for them.
             rotation: cos and sin of each token's angles, for rotary positions.
-            remember: stores the keys and values of x; returns those of all tokens so far, and their mask.
+            remember: stores the keys and values of x; returns the keys and values of all tokens so far, and their mask.
             maps: a list to which the weights (B, H, L, Lk) are appended, for visualisation.
             visible: causal, key_padding_mask and cu_seqlens, as in `ops.attention`.
         """
@@ -253,7 +253,7 @@ class Block(Layer):
 
     A block takes and returns (stream, branch): the residual stream, and a branch output that is not yet added to it.
     Each addition is thus fused into the norm that reads the sum, even if that norm belongs to the next block.
-    `attention` contains keyword arguments of `Attention`: visible keys, rotation, cache. `across` contains those of
+    `attention` contains keyword arguments of `Attention`: visible keys, rotation, cache. `across` contains the same for
     the cross-attention in a decoder block.
     """
 
@@ -453,7 +453,7 @@ class Transformer(Layer):
         With cu_seqlens, int32 (S + 1,), the tokens (1, T) are S concatenated sequences without attention between them;
         position_ids (1, T) are then the positions within each sequence, by default 0, 1, ... With a cache, the tokens
         continue those that it contains. `memory` is the input of cross-attention. Each layer appends its attention
-        weights to `maps`, and those of its cross-attention to `cross_maps`.
+        weights to `maps`, and its cross-attention weights to `cross_maps`.
         """
         if padding_mask is not None:
             check_padding_mask(padding_mask, tokens)

@@ -265,7 +265,7 @@ def attention(
         attn_bias: added to the scores, or bool, True = visible; broadcasts to (B, Hq, Lq, Lk).
         alibi_slopes: (Hq,) or (B, Hq); -slope * |i + Lk - Lq - j| is added to the scores.
         cu_seqlens: int32 (S + 1,), offsets of S concatenated sequences (B = 1).
-        cu_seqlens_k: the offsets of the keys, if they differ from those of the queries.
+        cu_seqlens_k: the offsets of the keys, if they differ from the offsets of the queries.
         window: a query sees the nearest `window` keys on each side (only before it, if causal), itself included; a pair
             (left, right) gives the numbers of keys before and after it, itself excluded; None means all.
         dropout_p: probability of dropping a weight.

@@ -1,7 +1,7 @@
 """Word vectors: skip-gram with negative sampling (word2vec).
 
 Mikolov, Sutskever, Chen, Corrado and Dean, "Distributed representations of words and phrases and their
-compositionality", 2013; equations are those of its section 2. Shapes: B centre words, K noise words for each, E the
+compositionality", 2013; equations as in its section 2. Shapes: B centre words, K noise words for each, E the
 width of the vectors, V words.
 """
 
@@ -33,7 +33,7 @@ class SkipGram(Layer):
         self.contexts = nn.Parameter(torch.zeros(vocab_size, width))
 
     def scores(self, centres: Tensor, candidates: Tensor) -> Tensor:
-        """The dot products of the vector of each centre word (B,) and those of its candidates (B, C) -> (B, C)."""
+        """The dot products of each centre word's vector (B,) with its candidates' vectors (B, C) -> (B, C)."""
         v = self.ops.embedding(centres.unsqueeze(1), self.words)  # (B, 1, E)
         u = self.ops.embedding(candidates, self.contexts)  # (B, C, E)
         return (u @ v.mT).squeeze(-1)

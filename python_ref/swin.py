@@ -222,7 +222,7 @@ class Swin(Transformer):
         return self.ops.cross_entropy(self(images), labels, label_smoothing=label_smoothing)
 
     def flops_per_token(self, length: int | None = None, *, training: bool = True) -> float:
-        """As in `Transformer`, per token of the first stage; those of stage i are 4^-i as many."""
+        """As in `Transformer`, per token of the first stage; stage i has 4^-i as many tokens."""
         config, first = self.config, 0
         forward = 2.0 * config.channels * config.patch**2 * config.width
         for stage, depth in enumerate(config.depths):

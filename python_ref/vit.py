@@ -61,7 +61,7 @@ class PatchEmbedding(Layer):
         self.positions = nn.Parameter(torch.empty(config.context, config.width))
 
     def forward(self, images: Tensor, segments: None = None, position_ids: None = None) -> Tensor:
-        """Embed images (B, C, H, W) -> (B, 1 + patches, E); the other arguments are those of `Embedding`."""
+        """Embed images (B, C, H, W) -> (B, 1 + patches, E); other arguments as in `Embedding`."""
         if images.shape[1:] != self.shape:
             raise ValueError(f"ViT: images must have shape (batch, {str(self.shape)[1:]}; got {tuple(images.shape)}")
         patches = self.projection(image_patches(images, self.patch))

@@ -73,7 +73,7 @@ def global_window_attention(
 
 
 def _beside(x: Tensor, first: Tensor, window: int, spare: int) -> Tensor:
-    """The global rows, then those of each block and its two neighbours: (B * blocks, H, G + 3 * window, D)."""
+    """The global rows, then the rows of each block and its two neighbours: (B * blocks, H, G + 3 * window, D)."""
     padded = F.pad(x, (0, 0, window, window + spare))  # (B, H, (blocks + 2) * window, D)
     near = padded.unfold(2, 3 * window, window).transpose(-1, -2)  # (B, H, blocks, 3 * window, D)
     all_see = first.unsqueeze(2).expand(-1, -1, near.shape[2], -1, -1)

@@ -87,7 +87,7 @@ class InstalledLayer:
 def mapping() -> dict[str, dict[str, InstalledLayer]]:
     """For `kernels.use_kernel_mapping` or `register_kernel_mapping`: layers by the names of those they replace.
 
-    The names are those of transformers for RMSNorms and activations ("RMSNorm", "GeLU", "GeluTanh", "NewGELU",
+    The names are the names in transformers for RMSNorms and activations ("RMSNorm", "GeLU", "GeluTanh", "NewGELU",
     "FastGELU"), "LayerNorm", and "SwiGLUMLP" for down(silu(gate(x)) * up(x)); each for every mode on CPU and CUDA.
     """
     return {name: dict.fromkeys(DEVICES, InstalledLayer(name)) for name in LAYERS}
@@ -98,7 +98,7 @@ def name_layers() -> None:
 
     The classes are torch.nn's LayerNorm, RMSNorm and GELU (exact classes: a subclass may compute something else), and,
     if transformers is imported, its activations and, in the models that are imported by then, each RMSNorm and gated
-    feed-forward network whose code is that of Llama's. `kernelize` does not replace an RMSNorm over several axes or a
+    feed-forward network with the same code as Llama's. `kernelize` does not replace an RMSNorm over several axes or a
     gate that is not SiLU.
 
     Raises:

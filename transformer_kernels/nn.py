@@ -2,8 +2,8 @@
 
 LayerNorm, GELU, Softmax, MultiHeadAttention, Embedding and CrossEntropyLoss are subclasses of the modules that they
 replace, with the same parameter names, so state dicts are interchangeable. AddLayerNorm has the state dict of
-LayerNorm, LinearCrossEntropy that of torch.nn.Linear. Each takes one more argument, `backend`: "torch", "cpu",
-"triton", "cuda", "auto", or None to follow `set_backend`, `use_backend` and the environment at each call.
+LayerNorm, LinearCrossEntropy the state dict of torch.nn.Linear. Each takes one more argument, `backend`: "torch",
+"cpu", "triton", "cuda", "auto", or None to follow `set_backend`, `use_backend` and the environment at each call.
 """
 
 from __future__ import annotations
@@ -374,7 +374,7 @@ class MultiHeadAttention(_WithBackend, torch.nn.MultiheadAttention):
     def _masks(
         self, key_padding_mask: Tensor | None, attn_mask: Tensor | None, q: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
-        """torch's masks as those of `attention`: (B, S), True = a real token, and a bias or bool mask (B, H, L, S)."""
+        """torch's masks as arguments of `attention`: (B, S), True = a token, and a bias or bool mask (B, H, L, S)."""
         real = bias = None
         if attn_mask is not None:
             bias = _as_bias("attn_mask", attn_mask, q.dtype)
@@ -498,7 +498,7 @@ class LinearCrossEntropy(_WithBackend, torch.nn.Linear):
         ignore_index, label_smoothing, z_loss, softcap: as in `CrossEntropyLoss`.
         reduction: "mean", "sum" or "none".
         device, dtype: of the parameters.
-        class_weight: (V,), of each class; a buffer outside the state dict, which is that of torch.nn.Linear.
+        class_weight: (V,), of each class; a buffer outside the state dict, which equals torch.nn.Linear's.
         backend: see the module's docstring.
     """
 

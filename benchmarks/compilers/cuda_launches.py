@@ -87,7 +87,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Report:
-    """nvcc's report on a launch; the fields are those of `triton.KernelReport`."""
+    """nvcc's report on a launch, with the fields of `triton.KernelReport`."""
 
     name: str
     capability: tuple[int, int]

@@ -47,7 +47,7 @@ CHOSEN = "|".join(
         r"^(bias_gelu none bf16 256|gelu none bf16|swiglu packed bf16 1024|rotary bf16 64)",
     )
 )
-"""The recorded launches of Triton kernels; those of CUDA kernels are in cuda_launches.py."""
+"""The recorded launches of Triton kernels; see cuda_launches.py for CUDA kernels."""
 
 SERVED = "|".join(
     (

@@ -135,9 +135,9 @@ def record(
     A step may use what those before it left of their time. A step that cannot begin is left to the next call.
 
     Args:
-        steps: those of the call, in order.
+        steps: of the call, in order.
         device: the GPU.
-        folder: holds the results of earlier calls, and gets those of this one.
+        folder: holds the results of earlier calls and receives the results of this one.
         seconds: the limit of the call; the sum of its steps' unless given.
         operations: only these; all unless given.
         out: where the files are copied after each step, so that a call that is killed leaves them there.

@@ -266,5 +266,5 @@ def plan_text() -> str:
 
 
 def limit(call: str) -> float:
-    """The seconds of a call; those of the second also where it begins with steps of the first."""
+    """The seconds of a call; the seconds of the second call also if it begins with steps of the first."""
     return sum(step.seconds for step in (FIRST if call == "first" else SECOND))

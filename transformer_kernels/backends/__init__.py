@@ -17,7 +17,7 @@ class Backend(NamedTuple):
         rank: by device type, the place in the order in which "auto" asks; it does not ask on other devices.
         unavailable: device -> why it cannot run there at all, with the remedy; None if it can.
         cause: the error that prevented loading, to be chained.
-        machine: that of the families' `_compiled.py`, if the backend is a compiled module.
+        machine: the `machine` of the families' `_compiled.py`, if the backend is a compiled module.
         refused_dtype: (device, dtype) -> why the device does not compute in this dtype; None if it does.
     """
 

@@ -21,8 +21,8 @@ from pathlib import Path
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 RELEASE_ARCHITECTURES = "80;90a;100;120+PTX"
-"""Machine code runs on the later GPUs of its generation too: that of sm_80 on sm_86, sm_87 and sm_89, that of sm_100 on
-sm_103, that of sm_120 on sm_121. No kernel has an instruction that those add; PTX covers later generations."""
+"""Machine code also runs on later GPUs of its generation: sm_80 code on sm_86, sm_87 and sm_89, sm_100 code on sm_103,
+sm_120 code on sm_121. No kernel uses an instruction that these GPUs add; PTX covers later generations."""
 BUILD_NOTE = "_kernels_build.txt"
 """Beside the extension, or instead of it: what the installation built for GPUs and why, for `info` and errors."""
 CPU_BUILD_NOTE = "_cpu_build.txt"

@@ -195,7 +195,7 @@ def _import_from(path: Path) -> ModuleType:
 
 
 def _refuse_stale(module: Any, path: Path) -> None:
-    """Raise if the hash in the file differs from that of the checkout's sources or of the installation."""
+    """Raise if the hash in the file differs from the hash of the checkout's sources or of the installation."""
     recorded = path.with_name(HASH_FILE)
     if _build.CSRC.is_dir():
         expected = _build.source_hash()

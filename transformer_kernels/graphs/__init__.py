@@ -117,7 +117,7 @@ class Graphed:
     Args:
         function: the function.
         optimizer: the optimizer that it steps, if any.
-        graphs: the implementation; by default that of the arguments' device.
+        graphs: the implementation; by default the one for the arguments' device.
         warm_up_calls: eager calls of each shape before it is captured.
         limit: maximum number of graphs; further shapes run eagerly.
         failed: called with the error of a failed capture. If it returns, capturing is disabled.

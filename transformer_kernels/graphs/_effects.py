@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 DECLARED = {"aten", "prims"}
-"""Namespaces whose schemas declare every write. PyTorch tests that those of `aten` do."""
+"""Namespaces whose schemas declare every write. PyTorch tests this for `aten`."""
 
 COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem"}
 """Namespaces of operators that may return before their results are complete."""

@@ -1,8 +1,8 @@
 """Fusion of calls in a recorded step; the results are bitwise equal.
 
 Autograd adds dx of a linear layer to the gradient of the residual stream, under autocast after widening it: the kernel
-of the norm that reads the sum adds instead, or that of the product that computes dx, if no other call reads what is
-then not computed. Autocast casts between the products, in bfloat16, and the norms, in float32: the kernel of the norm
+of the norm that reads the sum adds instead, or the kernel of the product that computes dx, if no other call reads the
+omitted tensors. Autocast casts between the products, in bfloat16, and the norms, in float32: the kernel of the norm
 reads or writes bfloat16 instead.
 """
 

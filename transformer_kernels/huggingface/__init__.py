@@ -285,7 +285,7 @@ def flash_attn(
 
 
 def _key_bounds(bounds: Tensor, key_bounds: Tensor | None) -> Tensor | None:
-    """The bounds of packed keys if they differ from those of the queries."""
+    """The bounds of packed keys if they differ from the bounds of the queries."""
     return None if key_bounds is None or torch.equal(bounds, key_bounds) else key_bounds
 
 

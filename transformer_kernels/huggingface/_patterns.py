@@ -19,8 +19,8 @@ from transformer_kernels.ops._operation import is_traced
 class MaskPattern(Tensor):
     """A boolean mask (B, 1, Lq, Lk), True = visible, stored as a pattern and materialised when it is read.
 
-    Query i sees the keys i' - left <= j <= i' + right with i' = i + keys - Lq, those of the same sequence and those
-    that padding does not hide. Any operator of torch materialises the mask: slicing or converting it gives a plain
+    Query i attends to the keys i' - left <= j <= i' + right with i' = i + keys - Lq that belong to the same sequence
+    and are not padding. Any operator of torch materialises the mask: slicing or converting it gives a plain
     tensor.
 
     Attributes:
@@ -171,7 +171,7 @@ def _bounds(reach: _Reach, batch: int, length: int) -> Tensor | None:
         return None
     if positions is not None and positions.shape != (batch, length):
         return None
-    begins = torch.ones(batch, length, dtype=torch.bool)  # without positions those of the row count
+    begins = torch.ones(batch, length, dtype=torch.bool)  # where a sequence begins
     begins[:, 1:] = sequences.diff() != 0 if positions is None else positions.diff() != 1
     if not torch.equal(sequences - sequences[:, :1], begins.cumsum(1) - 1):
         return None

@@ -18,7 +18,7 @@ from transformer_kernels.ops._plan import any_autocast, dispatch_modes, is_jit_t
 
 TABLE_FILE = _crossover_table.__file__
 LEVELS = {"avx512": "avx512", "avx512_bf16": "avx512", "amx": "amx"}
-"""The table of an instruction set; "avx2" that of all others."""
+"""The column of the table for an instruction set; all others use "avx2"."""
 
 
 def level() -> str:
@@ -61,7 +61,7 @@ def prefers_torch(
         recorded: whether autograd records the call.
         random: whether it draws random numbers. Then `recorded` is ignored: activation checkpointing runs a call
             without gradients, and again with them, and both must draw the same numbers.
-        column: of the table; that of the instruction set in use unless given.
+        column: of the table; by default the column of the instruction set in use.
     """
     if cpu.is_reproducible():
         return False

@@ -69,9 +69,9 @@ def drop(
 ) -> Tensor:
     """(x * scale where an element is kept, else 0) + residual, for a contiguous x (..., rows, columns).
 
-    The counter of an element is (column // 8, row, head, 0). Heads, the leading axes together, are counted from
-    `first_head`, rows and columns from `first`: those of one sequence among packed ones, of which the columns may be
-    packed otherwise and count from `first_column`.
+    The counter of an element is (column // 8, row, head, 0). Heads (the flattened leading axes) are counted from
+    `first_head`, rows and columns from `first`, the offset of one packed sequence. If the columns are packed
+    differently, they are counted from `first_column`.
     """
     *heads, rows, columns = x.shape
     first_column = first if first_column is None else first_column

@@ -1,4 +1,4 @@
-"""Calls that no kernel computes, whatever their sizes: those of tensors that it cannot read, and under transforms.
+"""Calls that no kernel computes, whatever their sizes: with tensors that it cannot read, or under transforms.
 
 Kernels read dense tensors by address and strides: not nested, sparse, quantised or sharded ones, nor other subclasses.
 Transforms of torch.func and forward-mode AD change what a call means. Formats of exports do not have these operators.

@@ -47,15 +47,15 @@ class Call:
 
     tangents: ClassVar[Callable[..., tuple[Tensor, ...]] | None] = None
     """(call, kernels, result, the tangent or None of each differentiable field) -> the tangents of the public outputs,
-    by a backend's kernels. None: those of `in_pytorch`."""
+    by a backend's kernels. None: `in_pytorch` is differentiated."""
 
     def has_tangents(self, given: tuple[Tensor | None, ...]) -> bool:
         """Whether `tangents` supports the call and these tangents."""
         return True
 
     def second_order(self, result: Any, grads: Grads, wanted: Wanted) -> tuple[Tensor | None, ...] | None:
-        """The gradients, differentiable, from a call without its `dropped` fields; None: those of `in_pytorch`, in
-        which the kept results stand for these fields."""
+        """The gradients, differentiable, from a call without its `dropped` fields; None: `in_pytorch` is
+        differentiated, with the kept results in place of these fields."""
         return None
 
     def is_empty(self) -> bool:
@@ -94,8 +94,8 @@ def record(cls: type[C]) -> type[C]:
 class Kernels:
     """A backend's kernels for calls of one layout, constructed from the first such call.
 
-    For backward, `call` and `result` hold None in the fields that are not kept; `grads` are those of the public
-    outputs, the first one in the layout of `Call.gradient_layout`.
+    For backward, `call` and `result` hold None in the fields that are not kept; `grads` are the gradients of the
+    public outputs, the first one in the layout of `Call.gradient_layout`.
     """
 
     machine: Any = None
@@ -104,7 +104,7 @@ class Kernels:
     """The backend whose kernels an `Adapter` calls."""
     forward_with_gradient: Any = None
     """(call) -> (result, the gradient of a loss) or None, with `scale_gradient(gradient, dloss)`, which multiplies the
-    gradient in place; and, where it is that of an intermediate result, `below(call, gradient, wanted)` -> gradients."""
+    gradient in place; for the gradient of an intermediate result also `below(call, gradient, wanted)` -> gradients."""
     scale_gradient: Any = None
     below: Any = None
     composed: Any = None
@@ -137,7 +137,7 @@ class Kernels:
         return self.forward(call)
 
     def forward_tangent(self, call: Any, tangents: Any) -> tuple[Any, tuple[Tensor, ...]] | None:
-        """The results, and the tangents of the public ones, from those of the differentiable fields (None: zero).
+        """The results, and tangents of the public ones, from the tangents of the differentiable fields (None: zero).
 
         None: `Call.tangents` computes the tangents from the results of `forward`.
         """

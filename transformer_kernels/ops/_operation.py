@@ -74,7 +74,7 @@ class Operation:
     """One operation: what its call and its results are, what backward keeps of them, and the routes to a backend.
 
     Args:
-        name: that of the public function.
+        name: of the public function.
         call: a NamedTuple of the checked arguments, a `record` whose fields have the types in SCHEMA_TYPES; the first
             is a tensor. A field may be such a NamedTuple itself: its fields are then named "record.field" below.
         prepare: the arguments of `run` -> the validated call; its keyword-only parameters are the last ones of `run`.
@@ -85,7 +85,7 @@ class Operation:
             output wherever there are several outputs.
         dropped: tensor fields that backward does without where `call.drops()`, and the kept result, if any, as which
             the gradient of such a field is shaped.
-        kernels: the family whose backend files answer, that of `call` unless named, or an `Adapter` and its family.
+        kernels: the family whose backend files are used, by default of `call`, or an `Adapter` and its family.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class Operation:
         return self.computed(plan, call, backend)
 
     def planned(self, call: Any, backend: str | None, public: int) -> _plan.Plan:
-        """What computes this call and those of its layout, of which `public` outputs are returned."""
+        """The plan for calls of this layout, of which `public` outputs are returned."""
         return _plan.Plan(self, call, self._made(call, backend), needs_grad(*self.inputs(call)), public)
 
     def computed(self, plan: _plan.Plan, call: Any, backend: str | None) -> Any:
@@ -311,7 +311,7 @@ class Operation:
         return _crossovers.described(self.name if native is None else native.name, call[0])
 
     def flat(self, call: Any) -> Any:
-        """The values of `fields`: those of the call, with those of a record that it holds in the record's position."""
+        """The values of `fields`: the fields of the call, with a nested record's fields in the record's position."""
         if not self._has_records:
             return call
         values: list[Any] = []
@@ -594,7 +594,7 @@ def _keyword_only(prepare: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _schema_types(call: type[Any], prefix: str = "") -> Iterable[tuple[str, str]]:
-    """Each field of a call and how torch.library spells its type; those of a nested record behind its name."""
+    """Each field of a call and how torch.library spells its type; fields of a nested record follow its name."""
     for field, hint in get_type_hints(call).items():
         if hasattr(hint, "_fields"):
             yield from _schema_types(hint, f"{field}.")

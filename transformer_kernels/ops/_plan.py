@@ -189,7 +189,7 @@ class Plan:
     """What computes the calls of one layout, and what autograd saves of them.
 
     Attributes:
-        kernels: those of the backend.
+        kernels: of the backend.
         forward: its variant for calls that return one output: `forward_recorded`, `forward_alone`, or all: `forward`.
         ahead, below, composed: its `forward_with_gradient`, `below` and `composed`, or None.
         recorded: whether autograd records the call.

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 def outputs_and_tangents(
     operation: Operation, kernels: Kernels, call: Any, tangents: Parts, public: int
 ) -> tuple[Outputs, Outputs] | None:
-    """The first `public` outputs of a call and their tangents for those of its inputs; None without a kernel for them.
+    """The first `public` outputs of a call and their tangents, given the inputs' tangents; None without such a kernel.
 
-    The tensors of the call are without their tangents.
+    The tensors of the call do not carry their tangents.
     """
     with torch.no_grad():
         found = _computed(kernels, call, tangents)

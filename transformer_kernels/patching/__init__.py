@@ -46,7 +46,7 @@ def patch(model: nn.Module, backend: str | None = None, *, unpad: bool = False) 
     With `unpad`, hidden states at padding are zeros and batches padded on the right are packed inside the encoder:
     BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT and ModernBERT with a mask of tokens (B, L), and
     `TransformerEncoder` with a bool `src_key_padding_mask` and no other mask. Real tokens, pooled outputs and their
-    losses and gradients are those of the padded model; a loss that reads padding is not, and dropout drops other
+    losses and gradients equal the padded model's; a loss that reads padding does not, and dropout drops other
     elements. Hooks inside the encoder receive the packed row (1, T, E). Calls for other results (all hidden states,
     attention weights, caches, tuples) or with other masks (left padding, holes) are the padded model's. Little padding
     is computed, as is all in compiled, traced and recorded code. In inference without gradients `TransformerEncoder`

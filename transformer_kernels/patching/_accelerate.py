@@ -51,7 +51,7 @@ class _Block(NamedTuple):
 
 _block: ContextVar[_Block | None] = ContextVar("transformer_kernels_acceleration")
 _everywhere: list[_Block | None] = [None]
-"""The block that threads are in without having entered one: that of `transformer-kernels run`."""
+"""The block of `transformer-kernels run`, active in threads that have entered no block."""
 
 
 class _Left(NamedTuple):

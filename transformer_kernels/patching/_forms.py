@@ -5,7 +5,7 @@ variables and decorators that only warn or select kernels. The functions that a 
 but torch's, are a part of its fingerprint. A forward that differs in anything else has another one, and is not
 patched. (A numerical probe would accept code that differs for other dtypes, shapes or modes than those probed.)
 
-`python -m transformer_kernels.patching._forms transformers.models.llama.modeling_llama` prints those of a module.
+`python -m transformer_kernels.patching._forms transformers.models.llama.modeling_llama` prints the forms in a module.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def _own_configs(model: nn.Module) -> None:
 
 
 def _return_configs(model: nn.Module) -> None:
-    """Undo `_own_configs`: restore the original objects, with later changes except that of the attention."""
+    """Undo `_own_configs`: restore the original objects, with later changes except to the attention implementation."""
     from transformers import PreTrainedConfig
 
     module: Any

@@ -89,7 +89,7 @@ class AnyLinear(Mixin):
 
     @property
     def qconfig(self) -> Any:
-        """Set by torch.ao.quantization on every module; it quantises those of exactly a class that it knows."""
+        """Set by torch.ao.quantization on every module; it quantises only exact instances of its supported classes."""
         raise AttributeError("qconfig")
 
     @qconfig.setter

@@ -50,7 +50,7 @@ The last line, on the standard error, counts the calls and names what was left t
 
 
 def main(arguments: Sequence[str], certify: Callable[[Path], AbstractContextManager[Any]]) -> int:
-    """Run a program as Python does; its exceptions and exit status are those of this process.
+    """Run a program as Python does; this process raises its exceptions and exits with its status.
 
     `certify` is `transformer_kernels.certify`, of a higher floor.
     """

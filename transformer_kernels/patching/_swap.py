@@ -38,7 +38,7 @@ class Patched:
 
 
 class Mixin(nn.Module):
-    """The changed behaviour of a patched module of transformers; submodules are those of the original class."""
+    """The changed behaviour of a patched module of transformers; submodules are named as in the original class."""
 
     operation: str
     small_below: int | str = 0

@@ -32,7 +32,7 @@ FASTER = "PyTorch computes calls of this size in less time"
 
 
 EPS_IS_WIDE = bool(torch.ops.aten.rms_norm(torch.full((1,), 1e-3, dtype=torch.bfloat16, device="cpu"), [1]) > 0.5)
-"""Whether the default eps of this torch's RMSNorm is that of the dtype it computes in, as in recent releases."""
+"""Whether the default eps of this torch's RMSNorm belongs to its computation dtype, as in recent releases."""
 
 
 def default_eps(dtype: torch.dtype) -> float:

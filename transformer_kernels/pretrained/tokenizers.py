@@ -156,7 +156,7 @@ LLAMA3 = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 PRE_TOKENIZERS = {"gpt-2": "", "smollm": "", "llama-bpe": LLAMA3, "llama3": LLAMA3, "llama-v3": LLAMA3}
-"""Patterns that split a text before the merges; empty for that of GPT-2."""
+"""Patterns that split a text before the merges; empty: the pattern of GPT-2."""
 FOR_TEXT = {"model", "pre", "tokens", "token_type", "merges", "add_bos_token", "add_eos_token"}
 NOT_FOR_BYTE_PAIRS = {"scores", "token_type_count"}
 OFF = {"add_space_prefix", "remove_extra_whitespaces", "add_sep_token"}  # options of other types of tokenizers

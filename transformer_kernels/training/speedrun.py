@@ -18,7 +18,7 @@ def speedrun(config: CharGPTConfig) -> dict[str, Any]:
     """Train for the config's time limit, then measure the last weights on the whole held-out tenth of the corpus.
 
     Returns:
-        The measured columns of the board. CPU seconds are those of all threads, the last validation included.
+        The measured columns of the board. CPU seconds are summed over all threads and include the last validation.
 
     Raises:
         ValueError: no time limit or no held-out part.

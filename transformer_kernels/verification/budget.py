@@ -10,13 +10,13 @@ float64, forward and backward, and the result of each step is perturbed by a ran
 that step and rounded to float32 (random rounding: D. S. Parker, "Monte Carlo arithmetic", 1997). With u = 2^-24, the
 error of
 
-- a sum, product, quotient or square root is half an ulp, and so is that of tanh and erf, which are exact at saturation;
-  a result that float32 represents exactly has none;
-- exp, log and 1 / sqrt is one ulp; that of the logistic function, and of derivatives from stored results, which are
-  three steps, is sqrt(3) / 2 ulp;
-- a sum of n terms is that of pairwise or blocked summation: each term passes through log2(n) additions with errors of
+- a sum, product, quotient, square root, tanh or erf is half an ulp; saturated tanh and erf, and results that float32
+  represents exactly, have none;
+- exp, log and 1 / sqrt is one ulp; the logistic function and derivatives from stored results, three steps each, have
+  sqrt(3) / 2 ulp;
+- a sum of n terms assumes pairwise or blocked summation: each term passes through log2(n) additions with errors of
   random sign, sqrt(1 + log2(n)) u sqrt(result^2 + sum of squared terms);
-- a dot product of length n is that of sequential summation in tiles of 64, and pairwise summation of tiles. After k of
+- a dot product of length n assumes sequential summation in tiles of 64 and pairwise summation of tiles. After k of
   n terms of random sign the partial sum is sqrt(k / n) times the root of the sum of squared terms, and the mean of its
   square is one half: sqrt(min(n, 64) / 2 + log2(n / 64)) u times that root.
 
@@ -34,9 +34,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 RELATIVE_RMS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
-"""The limit of the root mean square of an error over that of the exact result."""
+"""The limit of the RMS of an error divided by the RMS of the exact result."""
 OUTPUT_FACTOR, GRADIENT_FACTOR = 2.0, 3.0
-"""The largest error over that of eager PyTorch."""
+"""The limit of the largest error divided by the largest error of eager PyTorch."""
 
 ROUNDINGS = {  # of one element, in half ulp
     **dict.fromkeys(("add", "sub", "rsub", "mul", "div", "sqrt", "pow", "erf", "tanh"), 1.0),
@@ -117,15 +117,15 @@ def measure(
     """The errors of a result, and their budget from the errors of eager PyTorch.
 
     The floor is one unit of rounding at `magnitude`, the largest element unless given: a gradient may be the difference
-    of far larger terms (that of q for a single key is 0), and then the limits are the rounding of its terms and the RMS
-    error of eager. Elements that are not finite in the exact result count as 0 in all.
+    of far larger terms (dq for a single key is 0), and then the limits are the rounding of its terms and the RMS error
+    of eager. Elements that are not finite in the exact result count as 0 in all.
 
     Args:
         got, exact, eager: of one shape, any dtype; `exact` in float64.
         factor: OUTPUT_FACTOR or GRADIENT_FACTOR.
         dtype: of the call.
         magnitude: size of the terms.
-        unit: the unit of rounding; that of `dtype` unless given.
+        unit: the unit of rounding, by default of `dtype`.
         rounded: returns the result with random rounding, whose error is used where eager's is too small.
     """
     if exact.numel() == 0:

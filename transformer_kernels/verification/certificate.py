@@ -237,7 +237,7 @@ class Certificate:
         observed = whole if self.share >= 1.0 else self._sampled(whole)
         found = check(observed)
         if observed is not whole and not all(share <= 1.0 for _, _, share in found):
-            found = check(whole)  # the budget is that of a whole tensor, whose largest elements a part may lack
+            found = check(whole)  # the budget applies to a whole tensor; a part may lack its largest elements
         found += self._compare_weights(whole)
         for name, errors, share in found:
             tally.samples += 1
@@ -378,7 +378,7 @@ def certify(file: str | os.PathLike[str] | None = None, *, share: float = SHARE)
     PyTorch's own function are not checked. Within the block a recorded step (`graphed`) is captured anew; a replay is
     checked as an eager step is, except on a GPU, where a graph runs no Python: there only the eager steps are.
 
-    One block at a time, in one process; results, seeds and random numbers are those of a run without it.
+    One block at a time, in one process; results, seeds and random numbers equal a run without it.
 
     Args:
         file: where the certificate is written at the end, as JSON, with the inputs of samples beyond the budget beside
@@ -462,7 +462,7 @@ def _sum_of_bits(x: Tensor) -> int:
 
 
 def _processor() -> str:
-    """The name of the processor, its instruction set, and that of the CPU kernels."""
+    """The name of the processor, its instruction set, and the instruction set of the CPU kernels."""
     name = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()

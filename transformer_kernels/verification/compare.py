@@ -30,8 +30,8 @@ class Compared(NamedTuple):
         name: of the module or the parameter; a module's second call has "#2" behind it.
         kind: "output" or "gradient".
         kernels, pytorch: the relative error of this package and of plain PyTorch.
-        share: the error of this package over its budget: twice PyTorch's error (a gradient: three times), or that of
-            weights rounded once more if it is larger, and one rounding.
+        share: the error of this package over its budget: twice PyTorch's error (a gradient: three times), or, if it is
+            larger, the error of PyTorch with weights rounded once more, plus one rounding.
     """
 
     name: str

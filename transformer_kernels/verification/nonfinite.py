@@ -51,7 +51,7 @@ def first_non_finite(step: Callable[[], Any], layers: Layers | None = None) -> N
 
     Args:
         step: forward and backward; what it writes is written, and an exception of its own ends it.
-        layers: those of a certificate.
+        layers: of a certificate.
 
     Returns:
         the first `NonFinite`; of a NaN that the step was given, the first operator that passes it on.

@@ -21,7 +21,7 @@ from transformer_kernels.verification.budget import (
 )
 
 ROWS = frozenset({"x", "residual", "up", "q", "k", "v", "qkv", "tokens", "position_ids", "cos", "sin", "mask"})
-"""Fields of calls whose first axis is that of the first tensor, or 1."""
+"""Fields of calls whose first axis has the length of the first tensor's first axis, or 1."""
 RESULTS_OF_INPUTS = frozenset({"softmax", "rotary"})
 """Operations whose backward has results or nothing in place of its inputs."""
 PARTS = 16

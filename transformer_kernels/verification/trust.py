@@ -89,7 +89,7 @@ def recorded(backend: str, device: torch.device) -> list[Verdict]:
 
 
 def store(backend: str, device: torch.device, verdicts: Iterable[Verdict]) -> None:
-    """Add verdicts to those that are kept, in place of those of the same operations and dtypes."""
+    """Store verdicts, replacing stored verdicts of the same operations and dtypes."""
     verdicts = list(verdicts)
     renewed = {(verdict.op, verdict.dtype) for verdict in verdicts}
     kept = [verdict for verdict in recorded(backend, device) if (verdict.op, verdict.dtype) not in renewed]

@@ -44,7 +44,7 @@ def attention_maps(
     Args:
         loaded: a pretrained or trained model with its tokenizer, as for `tokens.read`.
         text: at most 256 tokens, together with `pair`, a second text for a pretrained encoder.
-        operands: a list to which those of each layer are appended.
+        operands: a list to which the operands of each layer are appended.
     Returns:
         (layers, H, L, L) float32 on the CPU, whose rows sum to 1, and L names.
     Raises:

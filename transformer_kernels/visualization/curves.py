@@ -25,7 +25,7 @@ def position_codes(kind: str, length: int, width: int) -> Tensor:
     """Position codes, one row per position.
 
     "integer" is one column with the number (the same in every column of an embedding), "fraction" the number divided by
-    that of the last position, "binary" one column per bit, the lowest first, "sinusoidal" `width` columns, and "rotary"
+    the last position, "binary" one column per bit, the lowest first, "sinusoidal" `width` columns, and "rotary"
     a vector of `width` ones that is rotated to each position.
 
     Args:

@@ -22,7 +22,7 @@ class WordInContext(NamedTuple):
 
     Attributes:
         sentence: the sentence that contains it.
-        indices: for each occurrence, those of the word's tokens in the sentence.
+        indices: for each occurrence, the indices of the word's tokens in the sentence.
         hidden: (L, E) float32, the last hidden states of the sentence's tokens. names: their names.
         static: (N, E) float32, for each occurrence the mean of the embeddings of its tokens.
     """

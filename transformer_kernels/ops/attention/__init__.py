@@ -249,7 +249,7 @@ def attention(
 def prepare(
     q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float = 0.0, return_lse: bool = False, **options: Any
 ) -> AttentionCall:
-    """The validated call; `options` are those of `checked_scores`."""
+    """The validated call; `options` are passed to `checked_scores`."""
     q, k, v = checked_operands(q, k, v)
     _checks.flag(OP, "return_lse", return_lse)
     _checks.probability(OP, "dropout_p", dropout_p)

@@ -52,7 +52,7 @@ def broadcast_strides(bias: Tensor) -> tuple[int, ...]:
 
 
 def shift_gradient(dlse: Tensor | None, statistics: Tensor | None, bias: Tensor) -> Tensor:
-    """The gradient of a bias with one value for all keys of a query: that of lse, since softmax is shift-invariant."""
+    """The gradient of a bias with one value per query: the gradient of lse, since softmax is shift-invariant."""
     if dlse is None:
         return torch.zeros_like(bias, memory_format=torch.contiguous_format)
     assert statistics is not None

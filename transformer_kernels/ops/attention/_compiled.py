@@ -104,7 +104,7 @@ class Kernels(AttentionKernels, Compiled):
     ) -> Any:
         """The kernel for these angles, and in backward for these strides of dout and of dq, dk and dv, bound once.
 
-        Without strides dq, dk and dv have those of this layout.
+        By default dq, dk and dv have the strides of this layout.
         """
         table = None if angles is None else angles.layout()
         key = path, table, dout_strides, strides
@@ -200,7 +200,7 @@ class Kernels(AttentionKernels, Compiled):
     def forward_tangent(
         self, call: AttentionCall, tangents: Parts, angles: Angles | None = None
     ) -> tuple[AttentionResult, Outputs] | None:
-        """The results, and the tangents of out and lse for those of q, k and v; on a CPU, without one of the bias."""
+        """The results, and the tangents of out and lse; CPU only, and without a tangent of the bias."""
         if self._machine is cuda or tangents[3] is not None:
             return None
         of_heads = [x if x is None else last_axis_contiguous(x.resolve_neg()) for x in tangents[:3]]
@@ -285,7 +285,7 @@ class PackedKernels(Kernels):
     def forward_tangent(  # type: ignore[override]
         self, call: PackedAttentionCall, tangents: Parts
     ) -> tuple[AttentionResult, Outputs] | None:
-        """As that of the heads."""
+        """As for separate q, k and v."""
         if self._machine is cuda or tangents[0] is None or tangents[1] is not None:
             return None
         dqkv = last_axis_contiguous(tangents[0].resolve_neg())

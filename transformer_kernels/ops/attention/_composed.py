@@ -1,6 +1,6 @@
-"""Attention by PyTorch's differentiable operators, in blocks of queries: what its higher derivatives are those of.
+"""Attention by PyTorch's differentiable operators, in blocks of queries; higher derivatives differentiate it.
 
-The memory of every derivative that autograd computes is linear in the length: of a block only the operands are kept.
+The memory of every derivative that autograd computes is linear in the length: only the operands of a block are kept.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def composed(call: AttentionCall, with_lse: bool) -> tuple[Tensor, ...]:
 
 
 def output_tangents(call: AttentionCall, out: Tensor, tangents: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
-    """The tangents of out and lse for those of q, k and v, without dropout and softcap.
+    """The tangents of out and lse for tangents of q, k and v, without dropout and softcap.
 
-    With P the weights and S' = scale (q' k^T + q k'^T), r = rowsum(P * S') is that of lse, and that of out is
-    (P * S') v - r * out + P v'.
+    With P the weights and S' = scale (q' k^T + q k'^T): lse' = r = rowsum(P * S') and
+    out' = (P * S') v - r * out + P v'.
     """
     scores, wide = call.scores, torch.promote_types(call.q.dtype, torch.float32)
     q, k, v = call.q.to(wide), _without_padding(call, call.k), _without_padding(call, call.v)

@@ -68,7 +68,7 @@ class _Indexing(TorchFunctionMode):
 
 
 def at_positions(function: Callable[..., Any], positions: tuple[Tensor, ...], *first: Tensor) -> Any:
-    """`function(*first, b, h, q, k)` at all positions: results (B, H, Lq, Lk), as are those of `first`.
+    """`function(*first, b, h, q, k)` at all positions; `first` and the results have the shape (B, H, Lq, Lk).
 
     Without `first` the positions run from 0.
     """

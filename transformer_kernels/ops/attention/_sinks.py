@@ -18,7 +18,7 @@ class WithSinks(Adapter):
     """A backend's attention with the logits of `Scores.sinks` in the denominator of the softmax.
 
     With p = sigmoid(sink - lse) and r = 1 - p, lse of the scores alone, the output is multiplied by r. A backend that
-    stores statistics stores those of the scores alone; its backward kernels receive r * dout, out / r and
+    stores statistics stores them for the scores alone; its backward kernels receive r * dout, out / r and
     dlse' = p * rowsum(dout * out) + r * dlse. "torch" recomputes softmax with the sink. A fully masked row has no sink.
     """
 

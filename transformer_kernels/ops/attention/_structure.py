@@ -95,7 +95,7 @@ def structure_of(mask: Tensor, shape: Shape, remembered: bool = True) -> Structu
 
 
 def _remember(key: Any, found: tuple[StorageWeakRef, int, Structure | None]) -> None:
-    """Keep a structure, and those of masks that still exist: a reference keeps the address of one from being reused."""
+    """Store a structure and drop entries of freed masks; the reference keeps the mask's address from being reused."""
     for other in [other for other, (storage, _, _) in _remembered.items() if storage.expired()]:
         _remembered.pop(other, None)
     if len(_remembered) >= MAX_MASKS:

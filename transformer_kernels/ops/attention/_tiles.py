@@ -188,7 +188,7 @@ DECODE: Rows = {
     (AMPERE, HALF): ((128, Tile(16, 64, 64, 8, 2)), (256, Tile(16, 32, 32, 8, 2))),
     (AMPERE, SINGLE): ((64, Tile(16, 32, 32, 8, 2)), (256, Tile(16, 16, 16, 8, 1))),
 }
-"""Rows are those of the call: 16, 32 or 64."""
+"""The number of rows depends on the call: 16, 32 or 64."""
 
 SHORT_FORWARD: Rows = {
     (HOPPER, HALF): (
@@ -275,7 +275,7 @@ LIGHTER = {
     Body.PACKED: Body.HEAVY, Body.HEAVY: Body.LIGHT, Body.ROTATED: Body.CAUSAL, Body.PADDED: Body.CAUSAL,
     Body.LONG: Body.CAUSAL, Body.CAUSAL: Body.LIGHT,
 }  # fmt: skip
-"""A body without a table uses that of a lighter body."""
+"""A body without a table uses the table of a lighter body."""
 
 
 def rows(kernel: Kernel, body: Body, capability: tuple[int, int], itemsize: int) -> tuple[tuple[int, Tile], ...]:

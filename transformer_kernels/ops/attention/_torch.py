@@ -27,7 +27,7 @@ aten = torch.ops.aten
 CONTIGUOUS = torch.contiguous_format
 
 LARGE_LSE, LARGE_LSE_OF_16_BITS = 64.0, 4096.0
-"""Largest |lse| for fused backward: its rounding, 4e-6 and 2.4e-4 in float32, remains below that of the operands."""
+"""Largest |lse| for fused backward: its rounding error (4e-6 and 2.4e-4 in float32) is smaller than the operands'."""
 
 
 class Kernels(AttentionKernels):

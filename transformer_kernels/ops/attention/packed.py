@@ -85,9 +85,9 @@ def packed_attention(
 ) -> Tensor:
     """Scaled dot-product attention on a packed projection, without transposing or copying input or output.
 
-    Equal to `attention` on views of qkv, after `rotary` on those of the queries and keys where cos and sin are given
+    Equal to `attention` on views of qkv, after `rotary` on the queries and keys if cos and sin are given
     (scores may be summed over the columns in another order).
-    Its conventions (bottom-right causality, True = keep, window counts) are those of `attention`, not of torch.
+    Its conventions (bottom-right causality, True = keep, window counts) follow `attention`, not torch.
     The gradient is written into one packed tensor; gradients of three views would have to be concatenated. Rotated
     queries and keys are not kept for backward, which rotates them again.
 
@@ -139,7 +139,7 @@ def prepare(
     dropout_p: float = 0.0,
     **options: Any,
 ) -> PackedAttentionCall:
-    """The validated call; `options` are those of `checked_scores`."""
+    """The validated call; `options` are passed to `checked_scores`."""
     qkv = _checked(qkv, heads)
     x = qkv.detach().transpose(1, 2)  # of the lengths and the width of q and k
     _checks.probability("attention", "dropout_p", dropout_p)
@@ -236,7 +236,7 @@ class _Packed(Adapter):
     def backward(
         self, call: PackedAttentionCall, result: AttentionResult, grads: Grads, wanted: Wanted
     ) -> tuple[Tensor | None, ...]:
-        """dqkv, into which the three gradients are written and in which those of q and k are rotated, dbias, dsinks."""
+        """dqkv, dbias, dsinks; dq, dk and dv are written into dqkv, where dq and dk are rotated back."""
         dout, out = (x.unflatten(2, (call.heads, -1)).transpose(1, 2) for x in (grads[0], result.out))
         dqkv = torch.empty(call.qkv.shape, dtype=call.qkv.dtype, device=call.qkv.device)
         inner, options = self._inner(call)

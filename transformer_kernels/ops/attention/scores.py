@@ -28,8 +28,8 @@ class Scores(NamedTuple):
     right: int  # keys after it; causal is right = 0
     softcap: float  # 0.0: none
     bias: Tensor | None  # four axes that broadcast to (B, Hq, Lq, Lk), the last one contiguous or broadcast
-    mask: Tensor | None  # bool, True = visible; axes as those of the bias
-    key_ranges: Tensor | None  # int32 (1 or B, 1 or Hq, 1 or Lq, 2), the first visible key and the one behind the last
+    mask: Tensor | None  # bool, True = visible; the same axes as the bias
+    key_ranges: Tensor | None  # int32 (1 or B, 1 or Hq, 1 or Lq, 2), the first visible key and the one after the last
     alibi_slopes: Tensor | None  # (1 or B, Hq, 1, 1)
     sinks: Tensor | None  # (Hq,), logits that join the denominator of softmax
     key_padding_mask: Tensor | None  # (B, Lk)

@@ -59,9 +59,9 @@ class AttentionWeightsCall(NamedTuple):
 
 @_operation.takes_options_of(attention, "dropout_p", "return_lse")
 def attention_weights(q: Tensor, k: Tensor, **options: Unpack[ScoreOptions]) -> Tensor:
-    """softmax(scale * q k^T + bias) over the keys that a query may see, by which `attention` multiplies the values.
+    """softmax(scale * q k^T + bias) over the keys visible to each query, by which `attention` multiplies the values.
 
-    Its conventions (bottom-right causality, True = keep, window counts) are those of `attention`, not of torch. Memory
+    Its conventions (bottom-right causality, True = keep, window counts) follow `attention`, not torch. Memory
     grows with Lq * Lk: it is for visualisation, not for training.
 
     Args:
@@ -109,7 +109,7 @@ class _OnSoftmax(Adapter):
         return weights if call.scores.sinks is None else weights[..., :-1].contiguous()
 
     def _softmax(self, call: AttentionWeightsCall) -> Tensor:
-        """The weights of the keys, and in a last column that of the sink, if there is one."""
+        """The weights of the keys, and in a last column the weight of the sink, if there is one."""
         sinks = call.scores.sinks
         q, k = _operands(call)
         with _operation.without_autocast(q):

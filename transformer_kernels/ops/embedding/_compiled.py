@@ -98,7 +98,7 @@ class Kernels(Compiled):
     def _below_norm(
         self, call: EmbeddingCall, result: EmbeddingResult, dy: Tensor, wanted: Wanted
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The gradient of the gathered sum (B, L, E), and those of LayerNorm's parameters."""
+        """The gradients of the gathered sum (B, L, E) and of LayerNorm's parameters."""
         machine, norm_weight = self._machine, call.norm_weight
         ds, dnorm_weight, dnorm_bias = torch.empty_like(dy), None, None
         if norm_weight is not None:

@@ -28,7 +28,7 @@ class _WithoutGradient(torch.autograd.Function):
 
 def without_gradient(table: Tensor, row: int | None) -> Tensor:
     """The table without a gradient for `row`: the meaning of `padding_idx` in torch.nn.Embedding."""
-    if row is not None and is_transformed((table,)):  # as in PyTorch, the row's tangent is that of any other
+    if row is not None and is_transformed((table,)):  # as in PyTorch, the tangent of this row is not zeroed
         rows = torch.arange(len(table), device=table.device).unsqueeze(1)
         return torch.where(rows == row, table.detach(), table)
     return table if row is None else _WithoutGradient.apply(table, row)

@@ -107,7 +107,7 @@ class Kernels(_kernels.Kernels):
     fuses = staticmethod(fuses)
 
     _tangent: tuple[Any, Any] | None = None
-    """The kernels of this layer without bias and activation, and those of the activation, made at their first use."""
+    """The kernels of this layer without bias and activation, and of the activation, constructed at their first use."""
 
     def forward_tangent(self, call: LinearCall, tangents: Parts) -> tuple[LinearResult, Outputs] | None:
         """x' W^T + x W'^T + b', times the slope of the activation."""
@@ -195,7 +195,7 @@ class Selected(Kernels):
 
 
 class Products(Kernels):
-    """This package's three products for layers of one layout; a transposed weight is that of the inverse layer."""
+    """This package's three products for layers of one layout; a transposed weight uses those of the inverse layer."""
 
     def __init__(self, call: LinearCall) -> None:
         x, weight, _, activation = call

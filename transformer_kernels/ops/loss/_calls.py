@@ -221,7 +221,7 @@ class LossKernels(Kernels):
 class LinearCrossEntropyCall(NamedTuple):
     """Targets contiguous and int64; products in `dtype`; `wanted`: which gradients of x, weight and bias are required.
 
-    `class_weight`, `z_loss` and `softcap` are those of `cross_entropy`, whose class weights are called `weight`.
+    `class_weight`, `z_loss` and `softcap` are passed to `cross_entropy`, where class weights are called `weight`.
     """
 
     x: Tensor

@@ -32,8 +32,8 @@ class Kernels(LossKernels, Compiled):
         self._like_losses, self._scalar, self._statistics = memory
         options = call.row_loss()
         self._options = options._replace(weights=None)  # computed in each call
-        # The gradient is made before that of the loss is known; in float16 it may only be in range with that. A GPU
-        # would have to wait for the number of rows that are not ignored.
+        # The gradient is computed before the incoming gradient is known; in float16 it may overflow or underflow
+        # without that factor. A GPU would have to wait for the number of rows that are not ignored.
         ahead = call.reduction != "none" and logits.dtype is not torch.float16 and options.is_plain()
         self.makes_ahead = self._on_cpu and ahead
         self._losses = _losses(machine, logits, self._rows, self._classes, options)

@@ -23,7 +23,7 @@ from transformer_kernels.ops._pattern import (
 )  # fmt: skip
 
 MIN_LOGITS = 1 << 24
-"""From here on memory counts more than time: chunks take 1.4 times that of the product and the loss alone."""
+"""From this size on, memory counts more than time: chunks take 1.4 times the time of the product and the loss."""
 
 LOGITS = As("logits", Call("linear", Input("x"), Input("weight"), Option("bias")))
 

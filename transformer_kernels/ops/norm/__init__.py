@@ -19,7 +19,7 @@ from transformer_kernels.ops._kernels import Grads, Kernels, Wanted, record
 
 @record
 class NormCall(NamedTuple):
-    """The rows are those of s = dropout(x) + residual, or of x without a residual. All tensors are contiguous.
+    """The rows belong to s = dropout(x) + residual, or to x without a residual. All tensors are contiguous.
 
     `centred` is True for LayerNorm, False for RMSNorm, which has no bias. The seed is None without dropout. After an
     addition backward has neither x nor the residual, only the sum.

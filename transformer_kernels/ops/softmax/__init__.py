@@ -53,7 +53,7 @@ class SoftmaxCall(NamedTuple):
         return kernels.backward(self, y, (contiguous(given[0]),), (True,))[:1]  # type: ignore[return-value]
 
     def second_order(self, y: Tensor, grads: Grads, wanted: Wanted) -> tuple[Tensor | None]:
-        """scale * y * (dy - sum(dy * y)), whose path to x is that of y."""
+        """scale * y * (dy - sum(dy * y)), differentiable with respect to x through y."""
         wide = torch.promote_types(y.dtype, torch.float32)
         p, dy = y.to(wide), grads[0].to(wide)
         return ((p * (dy - (dy * p).sum(dim=-1, keepdim=True)) * self.scale).to(y.dtype),)

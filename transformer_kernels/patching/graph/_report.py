@@ -30,7 +30,7 @@ class GraphReport:
 
     Attributes:
         graphs: how many graphs there are; a program in one piece has one for inference and one for training.
-        rows: one `GraphRow` for each operation and reason; those of this package first.
+        rows: one `GraphRow` for each operation and reason; operations of this package first.
         breaks: why the program was cut into several graphs.
     """
 

@@ -71,7 +71,7 @@ class Writes:
             return False
         others = [operand for operand in node.all_input_nodes if isinstance(fake(operand), Tensor)]
         if any(fake(other).dtype not in (value.dtype, torch.bool) for other in others):
-            return False  # in place the dtype is that of the target
+            return False  # an in-place operator computes in the target's dtype
         sharing = [view for storage in _storages(value) for view in self._storages[storage]]
         first = min(sharing, key=lambda view: self._positions[view])
         if first.op not in ("call_function", "call_method"):

@@ -48,7 +48,7 @@ def _stdlib_text() -> str:
 
 
 def _tinyshakespeare_text(data_dir: str) -> str:
-    """The bundled text, or that of the input.txt in `data_dir`, which must be the same."""
+    """The bundled text, or the input.txt in `data_dir`, which must be identical."""
     if not data_dir:
         packed = importlib.resources.files("transformer_kernels") / "texts" / "tinyshakespeare.txt.bz2"
         return bz2.decompress(packed.read_bytes()).decode()

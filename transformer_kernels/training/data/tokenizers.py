@@ -222,7 +222,7 @@ class PretrainedTokenizer(PackagedTokenizer):
         description: its JSON.
         size: rows of the model's token embedding; at least the number of tokens.
     Raises:
-        ValueError: it has neither the special tokens of BERT nor those of RoBERTa.
+        ValueError: it has the special tokens of neither BERT nor RoBERTa.
     """
 
     def __init__(self, description: str, size: int) -> None:

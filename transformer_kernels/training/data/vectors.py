@@ -25,7 +25,7 @@ class WordVectors(NamedTuple):
     vectors: Tensor
 
     def index_of(self, word: str) -> int:
-        """The index of a word; in a table of subwords, that of the token with which a word begins, if there is one.
+        """The index of a word; in a table of subwords, the index of the token with which a word begins, if any.
 
         Raises:
             ValueError: it is not in the table; similar words are named.

@@ -221,7 +221,7 @@ def _cleaned(text: str) -> str:
 
 
 def split_pairs(pairs: Sequence[Pair], *parts: float) -> list[list[Pair]]:
-    """The pairs of each part of the distinct source sentences, and last those of all remaining sentences.
+    """The pairs of each part of the distinct source sentences, and last the pairs of all remaining sentences.
 
     Each fraction applies to the sentences that the previous parts leave. Pairs with the same source stay together.
     """
