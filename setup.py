@@ -111,7 +111,7 @@ class BuildKernels(build_ext):
         return [path for path in super().get_outputs() if os.path.exists(path)]
 
     def copy_extensions_to_source(self):
-        """For --inplace and editable installs: only what was built, and the note on what was not."""
+        """For --inplace and editable installs: only the built modules, and the note on the others."""
         folder, package = Path(self.build_lib) / "transformer_kernels", ROOT / "transformer_kernels"
         for name in (HASH_FILE, build.BUILD_NOTE, build.CPU_BUILD_NOTE):
             (package / name).unlink(missing_ok=True)

@@ -169,7 +169,7 @@ class LanguageModel(nn.Module):
         block: makes one block.
         norm: makes the last norm.
         dropout: of the embeddings.
-        padded: the last quarter of each second sequence is padding (token 0), which no query sees; each position then
+        padded: the last quarter of each second sequence is padding (token 0), which is masked; each position then
             predicts its own token.
     """
 

@@ -49,7 +49,7 @@ WAYS: dict[str, Callable[[nn.Module], Callable[..., Tensor]]] = {
     "route": lambda model: torch.compile(model, backend=graph.transformer_kernels),
     "inductor": lambda model: torch.compile(model),
 }
-"""From a model to what is called instead of it."""
+"""model -> the callable that replaces it."""
 MODES = ("train", "eval", "one")
 
 

@@ -27,7 +27,7 @@ class TransformerConfig:
         kv_heads: number of key and value heads; divides `heads`. None means `heads`.
         value_dim: width of a value head. None means the width of a query head, `width` / `heads`.
         qk_norm: apply an RMSNorm to each query head and each key head, before the rotation.
-        window: a query sees the nearest `window` keys only, itself included. None means all.
+        window: a query attends to the nearest `window` keys only, itself included. None means all.
         window_pattern: one letter per layer, "L" (local, with the window) or "G" (global), repeated over the layers.
         global_tokens: in layers with a window, this many tokens at the beginning of a sequence attend to all tokens and
             are attended to by all (Beltagy et al. 2020); for bidirectional models without rotary positions and qk_norm.
@@ -127,7 +127,7 @@ class TransformerConfig:
 
     @property
     def cache_shape(self) -> tuple[int, int, int]:
-        """Heads, key width and value width of what a cache stores per token."""
+        """Heads, key width and value width of a cache entry per token."""
         head_dim = self.width // self.heads
         return self.kv_heads or self.heads, head_dim, self.value_dim or head_dim
 

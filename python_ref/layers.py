@@ -467,7 +467,7 @@ class Transformer(Layer):
         elif position_ids is not None and self.config.positions == "rotary":
             check_ids("position_ids", position_ids, self.config.context)
         stream, branch = self.embedding(tokens, segments, position_ids), None
-        causal = self.causal and tokens.shape[1] > 1  # a single last token sees every key
+        causal = self.causal and tokens.shape[1] > 1  # a single last token attends to every key
         attention: dict[str, Any] = {"key_padding_mask": padding_mask, "cu_seqlens": cu_seqlens, "causal": causal}
         attention.update(rotation=self._rotation(tokens, position_ids), maps=maps)
         for layer, block in enumerate(self.blocks):
@@ -524,7 +524,7 @@ class Transformer(Layer):
         return 3.0 * forward if training else float(forward)
 
     def _keys_seen(self, length: int, layer: Attention) -> float:
-        """The average number of keys that a query sees: itself and earlier ones, and later ones if not causal."""
+        """The average number of keys visible to a query: itself and earlier ones, and later ones if not causal."""
         if layer.across:
             return length
         window = length if layer.window is None else min(layer.window, length)

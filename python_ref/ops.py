@@ -107,7 +107,7 @@ def _masked_softmax(scores: Tensor, visible: Tensor, sinks: Tensor | None = None
 
 
 def _causal(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Bool (queries, keys), bottom-right aligned: query i sees the keys j <= i + keys - queries."""
+    """Bool (queries, keys), bottom-right aligned: query i attends to the keys j <= i + keys - queries."""
     i = torch.arange(queries, device=device).view(-1, 1) + (keys - queries)
     return torch.arange(keys, device=device) <= i
 
@@ -118,7 +118,7 @@ def softmax(x: Tensor, *, mask: Tensor | None = None, causal: bool = False, scal
     Args:
         x: floating (..., N).
         mask: bool, broadcasts to x; entries that are False get weight 0.
-        causal: x is (..., Lq, Lk) and query i sees the keys j <= i + Lk - Lq.
+        causal: x is (..., Lq, Lk) and query i attends to the keys j <= i + Lk - Lq.
         scale: multiplies x.
     Returns:
         the shape of x. A fully masked row gives 0; without a mask a row of -inf gives NaN, as in PyTorch.
@@ -147,7 +147,7 @@ def visible_keys(
     cu_seqlens_k: Tensor | None = None,
     window: Window = None,
 ) -> Tensor:
-    """Which keys each query may see, bool (B or 1, 1, queries, keys).
+    """Which keys are visible to each query, bool (B or 1, 1, queries, keys).
 
     With i' = i + keys - queries: causal keeps j <= i'. A window keeps i' - j < window and, if not causal, j - i' <
     window. A window (left, right) keeps i' - left <= j <= i' + right. The padding mask (B, keys) keeps real tokens.
@@ -256,25 +256,25 @@ def attention(
     sinks: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Scaled dot-product attention: dropout(softmax(scale * q k^T + bias)) v over the keys that a query may see.
+    """Scaled dot-product attention: dropout(softmax(scale * q k^T + bias)) v over the keys visible to each query.
 
     Args:
         q: floating (B, Hq, Lq, D). k: (B, Hk, Lk, D), v: (B, Hk, Lk, Dv) where Hk divides Hq; Dv may differ from D.
-        causal: query i sees the keys j <= i + Lk - Lq.
+        causal: query i attends to the keys j <= i + Lk - Lq.
         key_padding_mask: bool (B, Lk), True = a real token.
         attn_bias: added to the scores, or bool, True = visible; broadcasts to (B, Hq, Lq, Lk).
         alibi_slopes: (Hq,) or (B, Hq); -slope * |i + Lk - Lq - j| is added to the scores.
         cu_seqlens: int32 (S + 1,), offsets of S concatenated sequences (B = 1).
         cu_seqlens_k: the offsets of the keys, if they differ from the offsets of the queries.
-        window: a query sees the nearest `window` keys on each side (only before it, if causal), itself included; a pair
-            (left, right) gives the numbers of keys before and after it, itself excluded; None means all.
+        window: a query attends to the nearest `window` keys on each side (only before it, if causal), itself included;
+            a pair (left, right) gives the numbers of keys before and after it, itself excluded; None means all.
         dropout_p: probability of dropping a weight.
         scale: multiplies q k^T; default 1 / sqrt(D).
         softcap: replaces the scores by softcap * tanh(scores / softcap), before bias and masks.
         sinks: (Hq,), a logit of each head that joins the denominator of the softmax and has no value.
         return_lse: also return log(sum(exp(scores))) over the visible keys and the sink, (B, Hq, Lq).
     Returns:
-        (B, Hq, Lq, Dv); a query that sees no key gives 0, and -inf as its lse.
+        (B, Hq, Lq, Dv); a query without visible keys gives 0, and -inf as its lse.
 
     Vaswani et al., "Attention Is All You Need", 2017, equation 1; Gemma Team, "Gemma 2", 2024, section 2 (softcap).
     """
@@ -385,7 +385,7 @@ def attention_weights(
         q, k, causal, key_padding_mask, attn_bias, alibi_slopes, cu_seqlens, cu_seqlens_k, window, scale, softcap,
             sinks: as in `attention`.
     Returns:
-        (B, Hq, Lq, Lk); a row sums to 1 (with its sink), or is 0 where the query sees no key.
+        (B, Hq, Lq, Lk); a row sums to 1 (with its sink), or is 0 where the query has no visible key.
     """
     k = _repeat_heads(k, q.shape[1])
     if key_padding_mask is not None:
@@ -468,7 +468,7 @@ def linear_attention(
         key_padding_mask: bool (B, Lk), True = a real token.
         chunk: tokens per chunk; it affects the order of summation only.
     Returns:
-        (B, H, Lq, Dv); a query that sees no key gives 0.
+        (B, H, Lq, Dv); a query without visible keys gives 0.
 
     Katharopoulos et al., "Transformers are RNNs: fast autoregressive transformers with linear attention", 2020,
     equations 5, 7 and 9.
@@ -541,7 +541,7 @@ def performer_attention(
         q, k, v, causal, key_padding_mask, chunk: as in `linear_attention`.
         projection: (features, D), from `orthogonal_projection`.
     Returns:
-        (B, H, Lq, Dv); a query that sees no key gives 0.
+        (B, H, Lq, Dv); a query without visible keys gives 0.
 
     Choromanski et al., "Rethinking attention with Performers", 2021, equations 4 and 5.
     """

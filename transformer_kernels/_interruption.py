@@ -1,4 +1,4 @@
-"""What ends a training program from outside: signals before and after the loop, and the loss of its launcher.
+"""Interruptions of a training program from outside: signals before and after the loop, and the loss of its launcher.
 
 Python raises KeyboardInterrupt wherever the main thread is: it can be lost in a callback, and it waits for code that
 waits for another process. So a thread ends the process as soon as a signal has arrived.

@@ -285,8 +285,8 @@ class MultiHeadAttention(_WithBackend, torch.nn.MultiheadAttention):
             need_weights: also return the attention weights.
             attn_mask: (L, S) or (B * H, L, S); bool with True = IGNORE, or floating, added to the scores.
             average_attn_weights: return the mean of the weights over heads, (B, L, S), not (B, H, L, S).
-            is_causal: query i sees the keys j <= i + S - L. Beside an attn_mask it is a hint, as in torch, that the
-                mask is causal: if L and S differ, where torch aligns top-left, the mask alone is used.
+            is_causal: query i attends to the keys j <= i + S - L. Beside an attn_mask it is a hint, as in torch, that
+                the mask is causal: if L and S differ, where torch aligns top-left, the mask alone is used.
         Returns:
             the output, of the shape of query, and the weights or None.
         """

@@ -1,4 +1,4 @@
-"""The record of a GPU in two calls of a few minutes each: what is correct first, then how fast it is.
+"""The record of a GPU in two calls of a few minutes each: correctness first, then speed.
 
     benchmarks/gpu.sh --first       smoke cases, conformance, parity, tests marked gpu, tables of the main kernels
     benchmarks/gpu.sh --second      what the first did not end, failed tests alone, sanitizers, fast paths, compiled

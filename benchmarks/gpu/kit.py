@@ -1,11 +1,11 @@
-"""What the record of a GPU would otherwise compile there, made without one: runs/gpu-kit.tar.xz, minutes on two cores.
+"""Compiles in advance, without a GPU, what the record of a GPU needs: runs/gpu-kit.tar.xz, minutes on two cores.
 
     python -m benchmarks.gpu.kit                      make it, for an H100 or H200
     python -m benchmarks.gpu.kit --minutes 90         all Triton kernels: the parity suite launches many
 
 It has the CUDA extension for the GPU's architecture, the Triton kernels that the calls launch, and the program of the
 conformance tests with its expected output. A driver that launches nothing collects the Triton kernels, of which as many
-are compiled as the time allows, in the order of the calls. Each part is used if it was made of the same sources,
+are compiled as the time allows, in the order of the calls. Each part is used if it was built from the same sources,
 Triton's kernels by the same release of Triton: its cache keys contain a hash of Triton's files, which differ between
 builds for two Pythons, so `unpack` computes the keys anew.
 """
@@ -48,7 +48,7 @@ PRESET = 6
 
 
 def capability_of(device: torch.device) -> Capability:
-    """The compute capability of a GPU, or the one that stands in for it."""
+    """The compute capability of a GPU, or the interpreted one on a CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device)
     return triton.INTERPRETED_CAPABILITY
@@ -61,7 +61,7 @@ def architecture_of(device: torch.device) -> str:
 
 
 def conformance_sources() -> str:
-    """The hash of what the conformance program is made of."""
+    """The hash of the conformance program's sources."""
     files = [environment.ROOT / "tests" / "emulation" / name for name in ("conformance.cu", "device_memory.h")]
     digest = hashlib.sha256(build.source_hash(emulated=True).encode())
     for file in files:
@@ -78,7 +78,7 @@ def triton_version() -> str:
 
 @dataclass(frozen=True)
 class Used:
-    """What of the kit fits."""
+    """The parts of the kit that are usable here."""
 
     extension: bool = False
     kernels: int = 0
@@ -92,7 +92,7 @@ class Used:
 
 
 def unpack(folder: Path, architecture: str, archive: Path = ARCHIVE, package: Path | None = None) -> Used:
-    """Put what fits where it is used: the extension into the package, the rest below `folder`."""
+    """Unpack the usable parts: the extension into the package, the others below `folder`."""
     package = package or PACKAGE
     if not archive.is_file():
         return Used(why=(f"there is no {archive.name}",))
@@ -195,7 +195,7 @@ def make(architecture: str, parts: tuple[str, ...], minutes: float, archive: Pat
 
 
 def make_conformance(architecture: str, kit: Path) -> None:
-    """The program of tests/emulation/conformance.cu for the GPU, and what the emulation prints."""
+    """The program of tests/emulation/conformance.cu for the GPU, and the emulation's output."""
     from tests.emulation import programs
 
     os.environ["TRANSFORMER_KERNELS_EMULATE_ARCH"] = architecture.rstrip("af")
@@ -230,7 +230,7 @@ def fill(capability: str, parts: tuple[str, ...], kit: Path, until: float) -> No
 
 
 def collect(cache: Path, keys: Path, kit: Path) -> None:
-    """Move what was compiled from Triton's cache to the kit."""
+    """Move compiled kernels from Triton's cache to the kit."""
     from triton.runtime.cache import _base32
 
     kernels: dict[str, dict[str, str]] = {}

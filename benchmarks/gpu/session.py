@@ -24,7 +24,7 @@ from transformer_kernels import verification
 from transformer_kernels.verification import BAD
 
 FILES = (ENVIRONMENT, STEPS, VERDICTS, evidence.TESTS, ROWS, fast_paths.RESULTS, LOG)
-"""What is copied to $OUT: seven files. kernels.json and summary.txt are made of them by `merge`."""
+"""The seven files that are copied to $OUT. `merge` derives kernels.json and summary.txt from them."""
 MAX_LOG = 8 << 20
 WORKERS = min(14, os.cpu_count() or 1)
 FACTOR = float(os.environ.get("BENCHMARK_SECONDS_FACTOR", "1"))
@@ -110,7 +110,7 @@ def struck_by(verdicts: Iterable[dict[str, Any]]) -> set[tuple[str, str, str]]:
 
 
 class Unfinished(str):
-    """What went wrong in a step that the next call continues."""
+    """The error of a step that the next call continues."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def record(
 
 
 def _do(step: Step, session: Session, seconds: float) -> str:
-    """One step; what went wrong."""
+    """Run one step; returns its error, or an empty string."""
     begun = time.monotonic()
     append(session.folder / STEPS, {"step": step.name, "event": "begun"})
     try:
@@ -180,7 +180,7 @@ def _do(step: Step, session: Session, seconds: float) -> str:
 
 
 def describe(device: torch.device, folder: Path) -> None:
-    """Write what the device and the versions are, once."""
+    """Write the device and the versions, once."""
     path = folder / ENVIRONMENT
     if not path.is_file():
         path.write_text(json.dumps(environment.environment(device), indent=2) + "\n")

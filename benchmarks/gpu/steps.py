@@ -48,7 +48,7 @@ def build(session: Session, seconds: float) -> str:
 
 
 def smoke(session: Session, seconds: float) -> str:
-    """Every kernel in each dtype, forward and backward: a process per family, all at once."""
+    """Every kernel in each dtype, forward and backward: one process per family, in parallel."""
     families = without_verdict(session)
     for backend in BACKENDS:
         if (reason := dispatch.unavailable(backend, session.device)) is not None:

@@ -1,4 +1,4 @@
-"""What a person reads first about a record: verdicts, failed tests, what broke off, rates beside the peers'."""
+"""The summary of a record: verdicts, failed tests, interrupted steps, rates next to the peers' rates."""
 
 from __future__ import annotations
 

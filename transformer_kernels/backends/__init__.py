@@ -1,4 +1,4 @@
-"""What all operations of a backend share: how it is found, loaded or built, and why it cannot be."""
+"""Registration of backends: how each is found, loaded or built, and why it is unavailable."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 
 class Backend(NamedTuple):
-    """What `dispatch` knows of a backend.
+    """A backend's entry for `dispatch`.
 
     Attributes:
         name: as in `backend=`.
-        rank: by device type, the place in the order in which "auto" asks; it does not ask on other devices.
+        rank: by device type, the position in the order of "auto", which does not use it on other devices.
         unavailable: device -> why it cannot run there at all, with the remedy; None if it can.
         cause: the error that prevented loading, to be chained.
         machine: the `machine` of the families' `_compiled.py`, if the backend is a compiled module.
@@ -39,7 +39,7 @@ def register(backend: Backend) -> None:
 
 
 class Machine(Protocol):
-    """What differs between the two compiled modules: `backends.cpu` and `backends.cuda`."""
+    """The common interface of the two compiled modules, `backends.cpu` and `backends.cuda`."""
 
     __name__: str
     DTYPE_CODES: dict[torch.dtype, int]

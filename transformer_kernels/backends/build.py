@@ -24,7 +24,7 @@ RELEASE_ARCHITECTURES = "80;90a;100;120+PTX"
 """Machine code also runs on later GPUs of its generation: sm_80 code on sm_86, sm_87 and sm_89, sm_100 code on sm_103,
 sm_120 code on sm_121. No kernel uses an instruction that these GPUs add; PTX covers later generations."""
 BUILD_NOTE = "_kernels_build.txt"
-"""Beside the extension, or instead of it: what the installation built for GPUs and why, for `info` and errors."""
+"""A file next to the extension, or instead of it: what was built for GPUs and why, for `info` and errors."""
 CPU_BUILD_NOTE = "_cpu_build.txt"
 """The same for the CPU backend."""
 
@@ -149,7 +149,7 @@ def present_architectures() -> str:
 
 
 def wanted_architectures() -> tuple[str, str]:
-    """What an installation builds for GPUs, and why; nothing is built for an empty first part."""
+    """The GPU architectures that an installation builds for, and why; empty: none."""
     named = os.environ.get("TRANSFORMER_KERNELS_CUDA_ARCHS", "").strip()
     if named == "none":
         return "", NOT_WANTED
@@ -187,7 +187,7 @@ def _defines(**values: object) -> list[str]:
 
 @dataclass
 class Step:
-    """A file and the command that makes it of `inputs`, and of what a compiler lists in `<target>.d`."""
+    """A file and the command that builds it from `inputs` and the dependencies listed in `<target>.d`."""
 
     target: Path
     command: list[str]

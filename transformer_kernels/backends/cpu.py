@@ -32,7 +32,7 @@ REPRODUCIBLE_VARIABLE = "TRANSFORMER_KERNELS_REPRODUCIBLE"
 PACKAGE = Path(__file__).resolve().parents[1]
 
 dependents: list[Callable[[], None]] = []
-"""What drops the decisions that depend on the instruction set, and on whether results are reproducible."""
+"""Functions that clear caches which depend on the instruction set and on reproducible mode."""
 
 OWN_ORDER = ("avx512_bf16", "amx")
 """Instruction sets whose products of bfloat16 have an order of their own: "avx512" has the same bits as "avx2"."""
@@ -88,7 +88,7 @@ def mode() -> AbstractContextManager[Any]:
 
 
 def set_mode(mode: AbstractContextManager[Any] | None) -> AbstractContextManager[Any] | None:
-    """Set what `mode` returns; returns what it was."""
+    """Set the result of `mode`; returns the previous one."""
     before = getattr(_threads, "mode", None)
     _threads.mode = mode
     return before
@@ -111,7 +111,7 @@ def _fuses(level: str) -> bool:
 
 
 def reproduce(on: bool) -> bool:
-    """From now on compute results with the same bits at every instruction set, or no longer; returns what was before.
+    """Turn on or off results with the same bits at every instruction set; returns the previous setting.
 
     Products are this package's, of bfloat16 in float32, and a row is computed as in a batch.
 
@@ -281,7 +281,7 @@ def _load() -> Any:
 
 
 def _use(switch: Callable[[str], None], level: str) -> None:
-    """Compute with another instruction set, and drop what was decided for the one before.
+    """Switch to another instruction set, and clear the decisions for the previous one.
 
     Raises:
         ValueError: it was not built, this processor lacks it, or it has an order of additions of its own meanwhile.

@@ -172,7 +172,7 @@ def _load_built() -> Any:
 
 
 def build_note() -> str:
-    """The installation's note on what was built for GPUs, or why nothing was; empty without a note."""
+    """The installation's note: the GPU architectures built, or why none was; empty without a note."""
     note = PACKAGE / _build.BUILD_NOTE
     return note.read_text().strip() if note.is_file() else ""
 

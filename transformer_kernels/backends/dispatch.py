@@ -39,7 +39,7 @@ def _order_of(operation: str, device: torch.device) -> tuple[str, ...]:
 
 
 class Operation(Protocol):
-    """What dispatch reads of an operation (ops/_operation.py)."""
+    """The attributes of an operation that dispatch reads (ops/_operation.py)."""
 
     name: str
     folder: str
@@ -59,7 +59,7 @@ OPERATIONS: dict[str, Operation] = {}
 distrusted: Callable[[str, str, Any], str | None] | None = None
 """Why "auto" does not use a backend's kernel of an operation for a call; set by transformer_kernels."""
 observer: Callable[[Operation, Any], Any] | None = None
-"""(operation, kernels) -> the kernels of a new plan, which see its calls; set by `observe`. Plans are made once per
+"""(operation, kernels) -> the kernels of a new plan, which observe its calls; set by `observe`. Plans are made once per
 layout, so calls cost nothing while there is none."""
 
 _scoped: ContextVar[str | None] = ContextVar("transformer_kernels_backend", default=None)
@@ -224,7 +224,7 @@ def _automatic(operation: Operation, call: Any, device: torch.device) -> tuple[s
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` found: the operation, the requested backend, the selected one, and why the others are not.
+    """The result of `explain`: the operation, the requested and the selected backend, and why not the others.
 
     `crossover` says which calls of the operation `patch` and `accelerate` leave to PyTorch; None: they leave none.
     `derivatives` says how those are computed that no kernel has.

@@ -401,8 +401,8 @@ def graphed(
 
     On a GPU a call is one CUDA graph, on a CPU a list of the kernels and operators that it called, in memory of
     its own. The first `warm_up_calls` calls with arguments of a shape run eagerly. On a CPU the next call runs the
-    function twice, the second time on changed values of its arguments and of what it writes; the recording must
-    reproduce weights and outputs of both.
+    function twice, the second time on changed values of its arguments and of the tensors it writes; the recording
+    must reproduce weights and outputs of both.
 
     With an optimizer the function is a training step: forward, one or more backward passes, clipping,
     `optimizer.step()`. Gradients are None before and after each call. Learning rates become tensors; each call uses
@@ -411,7 +411,7 @@ def graphed(
     The Python of the function runs only in eager calls: it must not count, print, or read values (`.item()`,
     `if tensor > 0`); return tensors and read them after the call.
 
-    Before each replay, what the function reads besides its arguments is compared with its value at the capture:
+    Before each replay, the state that the function reads besides its arguments is compared with the capture:
 
     - modules, wherever they are reached (closure, globals, default arguments, attributes, lists and dicts): layers,
       parameters, buffers, hooks, mode, class, `forward`, and attributes such as eps or a dropout's p;
@@ -422,7 +422,7 @@ def graphed(
     Values of tensors may change in place. After any other change, the function runs eagerly and is captured again
     after `warm_up_calls` calls; graphs of another mode (`eval()`) are kept. Not detected are: contents of NumPy
     arrays, of objects with `__slots__` or of extension types, and of PyTorch's own objects other than tensors,
-    modules and optimizers; what functions of installed packages read; files, time and environment; values read by
+    modules and optimizers; state read by functions of installed packages; files, time and environment; values read by
     address (pickle, ctypes); and on a GPU an attribute whose tensor the function itself replaces.
 
     Calls from several threads are serialised. During a capture of a function that draws random numbers, other threads

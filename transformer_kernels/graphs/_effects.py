@@ -1,4 +1,4 @@
-"""Operators whose schema does not declare what they do: collectives, and operators of other libraries.
+"""Operators whose schema does not declare their effects: collectives, and operators of other libraries.
 
 A recording repeats such an operator as a call, whatever it returned when it was captured.
 """
@@ -75,7 +75,7 @@ def completed(result: Any) -> Any:
 
 
 class Repeated:
-    """A call of an operator, which a replay repeats in two parts, so that a collective overlaps what is between them.
+    """A call of an operator, which a replay repeats in two parts, so that a collective overlaps the work in between.
 
     Args:
         function: the operator.

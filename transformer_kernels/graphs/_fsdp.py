@@ -1,7 +1,7 @@
 """FSDP2 in CPU recordings: gathered weights keep their memory.
 
-`fully_shard` frees gathered weights after each use and allocates them again, at other addresses. From its first capture
-on, what a recording uses is not freed: the step then needs the memory of all gathered weights, as with
+`fully_shard` frees gathered weights after each use and allocates them again, at other addresses. From the first capture
+on, memory used by a recording is not freed: the step then needs the memory of all gathered weights, as with
 `reshard_after_forward=False`. Gathering and scattering are repeated as calls.
 """
 

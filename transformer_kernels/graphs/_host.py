@@ -63,10 +63,10 @@ _drawing = threading.RLock()
 class HostGraphs:
     """`Graphs` for the CPU. All recordings share one memory. Recording a step also runs it.
 
-    Each recording is validated: after a first run the work is recorded on changed values of its inputs and of what it
-    writes. The recording is replayed from these values and from the initial state, on poisoned memory, and must
-    reproduce results, weights and random numbers of both runs. A call that is left out shows even if it changed nothing
-    in the first run.
+    Each recording is validated: after a first run the work is recorded on changed values of its inputs and of the
+    tensors it writes. The recording is replayed from these values and from the initial state, on poisoned memory, and
+    must reproduce results, weights and random numbers of both runs. A call that is left out shows even if it changed
+    nothing in the first run.
     """
 
     def __init__(self, agreed: Callable[[bool], bool] = bool) -> None:
@@ -149,7 +149,7 @@ class HostGraphs:
         return replay
 
     def _first_run(self, work: Work) -> tuple[Written, Outcome, bool]:
-        """Run the work and undo it; returns what it writes, what it computes, and whether it calls collectives."""
+        """Run the work and undo it; returns its writes, its outputs, and whether it calls collectives."""
         trial = Recording(self._memory, {})
         try:
             outcome = trial.outcome(self._run(work, trial))
@@ -250,7 +250,7 @@ class Recording(TorchDispatchMode):
         self.fixed: set[int] = set()
         self.draws = False
         self.held = Held()
-        self._pending: dict[Repeated, list[Tensor]] = {}  # calls that may not have completed, and what they use
+        self._pending: dict[Repeated, list[Tensor]] = {}  # calls that may not have completed, and their tensors
         self._operation_name = ""  # of the operator whose call is being recorded
         self._began: list[tuple[int, int]] = []  # index of the next call, storage of a new tensor
         self._random: dict[torch.Generator, Tensor] = {torch.default_generator: torch.default_generator.get_state()}

@@ -48,7 +48,7 @@ class Memory:
         return tensor
 
     def check(self) -> None:
-        """Raise RuntimeError if a storage has been freed, resized or moved, after forgetting it."""
+        """Drop a storage that has been freed, resized or moved, and raise RuntimeError."""
         for size, storages in self._by_size.items():
             intact = [
                 storage for storage in storages if storage.nbytes() == size and storage.data_ptr() in self._addresses

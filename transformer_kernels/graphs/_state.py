@@ -1,4 +1,4 @@
-"""What a recorded step reads besides its arguments, and whether that has changed.
+"""The state that a recorded step reads besides its arguments, and whether it has changed.
 
 A replay does not run the function's Python. Each recording therefore has a `State`: the modules, tensors, optimizers
 and plain values reachable from the function through its closure, object, globals and constants. Before each replay it
@@ -51,7 +51,7 @@ def is_library(file: str) -> bool:
 
 
 class State:
-    """A snapshot of what a function can read besides its arguments.
+    """A snapshot of the state that a function can read besides its arguments.
 
     Args:
         roots: the function, and constant arguments, by their names in messages.
@@ -70,7 +70,7 @@ class State:
         self._alive: dict[int, Any] = {}  # keeps identities from being reused
         self._visited: set[Any] = set()
         self._files = {_file(value) for value in roots.values()}
-        # What is compared before each replay
+        # Compared before each replay
         self._has_gradients = optimizer is not None
         self._objects: dict[int, Any] = {}
         self._functions: dict[int, Any] = {}
@@ -298,7 +298,7 @@ class State:
             self._follow(value)
 
     def _follow(self, function: Any, owner: Any = None, path: str = "") -> None:
-        """Add what the code of a function names: closure variables, globals, defaults, and its object."""
+        """Add the objects named in a function's code: closure variables, globals, defaults, and its object."""
         function = inspect.unwrap(function)
         code = getattr(function, "__code__", None)
         if code is None or (code, id(owner)) in self._visited:

@@ -103,17 +103,17 @@ def attention_forward(
             dimensions, or a pattern, causality and the window are ignored.
         dropout: probability with which a weight is dropped.
         scaling: multiplies the scores; 1 / sqrt(D) unless given.
-        is_causal: query i sees the keys j <= i + Lk - Lq.
+        is_causal: query i attends to the keys j <= i + Lk - Lq.
         position_bias: added to the scores; broadcasts to (B, H, Lq, Lk). It may require grad.
-        sliding_window: with i' = i + Lk - Lq, a query sees i' - j < sliding_window, and without causality also
-            j - i' < sliding_window.
+        sliding_window: with i' = i + Lk - Lq, keys with i' - j < sliding_window are visible, and without causality
+            only those that also have j - i' < sliding_window.
         softcap: the scores become softcap * tanh(scores / softcap) before anything is added (Gemma 2).
         s_aux: (H,), a logit of each head that joins the denominator of the softmax (gpt-oss).
         kwargs: with `output_attentions` or `return_attention` true, the weights are returned beside the result. Without
             a mask, or beside a window, `cu_seq_lens_q` and `cu_seq_lens_k` are the bounds of packed sequences, as in
             FlashAttention.
     Returns:
-        (B, Lq, H, D), and the weights before dropout (B, H, Lq, Lk), or None. A query that sees no key gives zeros.
+        (B, Lq, H, D), and the weights before dropout (B, H, Lq, Lk), or None. A query without visible keys gives zeros.
     Raises:
         ValueError: keys chosen for each query, a paged cache, a head mask, or GPT-2's
             `reorder_and_upcast_attn`, which are not supported.
@@ -391,7 +391,7 @@ def attention_mask(
     Args:
         batch_size, q_length, kv_length: B, Lq and Lk.
         q_offset, kv_offset: the positions of the first query and of the first key.
-        mask_function: whether a query sees a key.
+        mask_function: whether a query attends to a key.
         attention_mask: (B, tokens) bool, True at real tokens.
         allow_is_causal_skip, allow_is_bidirectional_skip: whether causality may be left to `is_causal`, and whether a
             mask that hides padding at most may stay (B, Lk).

@@ -118,7 +118,7 @@ def _reach(function: Any) -> _Reach | None:
 
 @functools.cache
 def _composers() -> dict[Any, str]:
-    """The functions of `transformers.masking_utils` that make mask functions, by the code of what they make."""
+    """The functions of `transformers.masking_utils` that make mask functions, by the code of their results."""
     samples: dict[str, tuple[Any, ...]] = {
         "and_masks": (),
         "sliding_window_overlay": (1,),

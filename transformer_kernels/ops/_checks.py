@@ -117,7 +117,7 @@ def rows_in_range(op: str, name: str, value: Tensor, count: int) -> None:
 
 
 FIRST_NAMES = {"attention": "q", "cross_entropy": "logits", "embedding": "weight"}
-"""What an operation calls its first tensor, where that is not x."""
+"""The name of an operation's first tensor, if it is not x."""
 
 
 def same_device(op: str, first: Tensor, **others: Tensor | None) -> None:

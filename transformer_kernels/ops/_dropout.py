@@ -50,7 +50,7 @@ def keep_threshold(p: float) -> int:
 
 
 def keep_scale(p: float) -> float:
-    """What a kept element is multiplied by: one over the share that is kept on average; 0 where all are dropped."""
+    """The factor of a kept element: one over the expected fraction of kept elements; 0 if all are dropped."""
     kept = 1.0 - keep_threshold(p) / 2**16
     return 1.0 / kept if kept > 0.0 else 0.0
 

@@ -105,7 +105,7 @@ def refused(name: str, backend: str | None, values: Iterable[Any]) -> str | None
 
 
 def _refused_by_compiler(values: Iterable[Any]) -> str | None:
-    """The same in code that Dynamo traces, which sees plain tensors where fake ones are."""
+    """The same in code that Dynamo traces, in which fake tensors appear as plain ones."""
     if torch.onnx.is_in_onnx_export():
         return ONNX
     if transformed() is not None:

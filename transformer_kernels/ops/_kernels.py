@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformer_kernels.ops._crossovers import Native
 
 Grads = tuple[Any, ...]
-"""The incoming gradients of a backward pass; None in one that did not come in, where there are several."""
+"""The incoming gradients of a backward pass; with several outputs, None for an output without one."""
 
 Wanted = tuple[bool, ...]
 """Which of the differentiable fields' gradients are wanted."""
@@ -30,19 +30,19 @@ class Call:
     """(call) -> None: checks the values of a traced call, which has none before it runs."""
 
     as_run: ClassVar[Callable[[Any, str | None], Any] | None] = None
-    """(call, backend) -> the call with the structure that the values of its masks have now, or itself. None: the
-    operation has no masks. A recorded step asks in each replay; other calls read masks when they are validated."""
+    """(call, backend) -> the call with the structure of its masks' current values, or itself. None: the operation has
+    no masks. A recorded step calls it in each replay; other calls read masks when they are validated."""
 
     gradient_layout: ClassVar[Callable[[Tensor], Tensor]] = Tensor.contiguous
     """The layout in which kernels read the gradient of the first output."""
 
     def fake(self) -> Any:
-        """The results as empty tensors (None for an absent one): what a tracer sees."""
+        """Fake results for tracing: empty tensors, None for an absent one."""
         raise NotImplementedError
 
     def in_pytorch(self, outputs: int) -> tuple[Tensor, ...]:
-        """The first public outputs by PyTorch's differentiable operators: what derivatives are defined by, but for the
-        first ones that kernels compute."""
+        """The first public outputs by PyTorch's differentiable operators. They define all derivatives except the first
+        gradients, which kernels compute."""
         raise NotImplementedError
 
     tangents: ClassVar[Callable[..., tuple[Tensor, ...]] | None] = None
@@ -108,8 +108,8 @@ class Kernels:
     scale_gradient: Any = None
     below: Any = None
     composed: Any = None
-    """(call, backend, whether autograd records it) -> the output, computed by other operators, which autograd then
-    sees, or None if `forward` is to compute it."""
+    """Decomposition: (call, backend, whether autograd records it) -> the output if other operators compute the call
+    (autograd then records these), None if `forward` computes it."""
 
     @classmethod
     def unsupported(cls, call: Any) -> str | None:

@@ -52,7 +52,7 @@ SCHEMA_TYPES: dict[Any, str] = {
     torch.dtype: "ScalarType",
     list[bool]: "bool[]",
 }
-"""What a field of a call may be, and how torch.library spells it."""
+"""The types of a call's fields, and their spelling in torch.library."""
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:
@@ -61,7 +61,7 @@ def needs_grad(*tensors: Tensor | None) -> bool:
 
 
 def is_traced(x: Tensor) -> bool:
-    """Whether this call must be seen by a tracer: then it goes through the registered operator."""
+    """Whether a tracer must record this call: then it goes through the registered operator."""
     return is_compiling() or x.is_meta or dispatch_modes() > 0 or isinstance(x, FakeTensor) or is_jit_tracing()
 
 
@@ -71,7 +71,7 @@ def reads_values(x: Tensor) -> bool:
 
 
 class Operation:
-    """One operation: what its call and its results are, what backward keeps of them, and the routes to a backend.
+    """One operation: its call, its results, the tensors kept for backward, and the routes to a backend.
 
     Args:
         name: of the public function.
@@ -81,8 +81,8 @@ class Operation:
         differentiable: the fields that have a gradient.
         result: a NamedTuple of what forward returns, or None where that is one tensor.
         public: how many of the results, the first ones, are the caller's.
-        kept: results that backward needs, or () ; "" stands for the only one. The first has the shape of the first
-            output wherever there are several outputs.
+        kept: results that backward needs, or () ; "" is the only one. The first has the shape of the first output if
+            there are several outputs.
         dropped: tensor fields that backward does without where `call.drops()`, and the kept result, if any, as which
             the gradient of such a field is shaped.
         kernels: the family whose backend files are used, by default of `call`, or an `Adapter` and its family.
@@ -275,7 +275,7 @@ class Operation:
         return None if computed is None else join_tangents(*computed)
 
     def differentiated(self, call: Any, results: Any, grads: tuple[Any, ...], wanted: Wanted) -> tuple[Any, ...]:
-        """The gradients by PyTorch's operators, from what was kept: differentiable once more."""
+        """The gradients by PyTorch's operators from the kept tensors, differentiable again."""
         grads = self.incoming(results, grads)
         gradients = call.second_order(results, grads, wanted)
         if gradients is not None:
@@ -329,7 +329,7 @@ class Operation:
         parts = [values[where] if record is None else record(*values[where]) for record, where in self._parts]
         return self.call(*parts)
 
-    # What is kept between forward and backward
+    # Tensors kept between forward and backward
 
     def dropped_in(self, call: Any) -> frozenset[int]:
         """The fields that backward of this call does without."""
@@ -342,7 +342,7 @@ class Operation:
         return [None if i in dropped else x for i, x in tensors], self._saved_numbers(values)
 
     def kept(self, tensors: Sequence[Any], numbers: Sequence[Any]) -> tuple[Any, Any]:
-        """The call and the results from what the operator saved of them, None in the other fields."""
+        """The call and the results from the fields that the operator saved, None in the other fields."""
         inputs = len(self._kept_call)
         call = self.nested(self._restored((*tensors[:inputs], *numbers, None)))
         results = self._restored_results((*tensors[inputs:], None))
@@ -405,7 +405,7 @@ class Operation:
         return outputs if self.result is None else _unaliased(outputs)
 
     def compute(self, *arguments: Any) -> Any:
-        """What the operator returns for a call and a backend, unchecked; two outputs may be one tensor."""
+        """The operator's outputs for a call and a backend, unchecked; two outputs may be one tensor."""
         *values, backend = arguments
         call = self.nested(values)
         with cpu.mode():
@@ -425,7 +425,7 @@ class Operation:
         return tuple(call[0].new_empty(0) if output is None else output for output in outputs)
 
     def _unpacked(self, arguments: tuple[Any, ...]) -> tuple[Any, Any, tuple[Any, ...], tuple[bool, ...], Any]:
-        """The kept call and results, the incoming gradients, what is wanted and the backend."""
+        """The kept call and results, the incoming gradients, the wanted gradients and the backend."""
         *values, wanted, backend = arguments
         grads, values = tuple(values[: self.public]), values[self.public :]
         tensors = len(self._kept_call) + len(self.kept_results)
@@ -453,7 +453,7 @@ class Operation:
         return (self._fake_backward if backward else self._fake)(*arguments)
 
     def run_backward(self, *arguments: Any) -> Any:
-        """What its gradient's operator returns."""
+        """The outputs of the gradient's operator."""
         call, results, grads, wanted, backend = self._unpacked(arguments)
         call = self._with_shapes(call, results)
         with cpu.mode():
@@ -523,7 +523,7 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, plan: _plan.Plan, call: Any, *inputs: Tensor) -> Any:
-        """`inputs` are the call's differentiable tensors once more: autograd sees those that stand alone."""
+        """`inputs` repeats the call's differentiable tensors: autograd records only tensors passed as arguments."""
         operation, ctx.plan = plan.operation, plan
         made = None if plan.ahead is None else plan.ahead(call)
         ctx.made_ahead = made is not None
@@ -542,7 +542,7 @@ class _Recorded(torch.autograd.Function):
             if is_differentiated_again():
                 gradients = operation.differentiated(*plan.kept(tensors), grads, plan.wanted)
             elif ctx.made_ahead:
-                ctx.made_ahead = False  # the caller's from here on, to write to: a second backward pass makes its own
+                ctx.made_ahead = False  # the caller may write to it: a second backward pass computes its own
                 gradients = (tensors[-1].data,)
                 plan.kernels.scale_gradient(*gradients, *grads)
                 if plan.below is not None:
@@ -558,11 +558,11 @@ class _Recorded(torch.autograd.Function):
 
 
 _recorded = super(torch.autograd.Function, _Recorded).apply
-"""`_Recorded.apply` without its search for transforms, under which no plan is used: that takes a microsecond."""
+"""`_Recorded.apply` without its check for transforms, which takes a microsecond; transforms never use plans."""
 
 
 def _absent_as_empty(gradients: Iterable[Tensor | None], wanted: Wanted, like: Tensor) -> tuple[Tensor, ...]:
-    """The gradients as an operator returns them: an empty tensor stands for one that is absent or not wanted."""
+    """The gradients as an operator returns them: an empty tensor if a gradient is absent or not wanted."""
     gradients = list(gradients)
     gradients += [None] * (len(wanted) - len(gradients))  # trailing ones that a backend leaves out
     pairs = zip(gradients, wanted, strict=True)
@@ -627,9 +627,9 @@ def _define(schema: str, implementation: Callable[..., Any], fake: Callable[...,
 
 
 def _unaliased(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """The tensors, with a copy in place of one that shares memory with an earlier one: operators must not return such.
+    """The tensors, with a copy of each one that shares memory with an earlier one: operators must not return aliases.
 
-    Kernels may allocate two small results at once; only the traced route pays for taking them apart.
+    Kernels may allocate two small results together; only the traced route pays for the copy.
     """
     seen: set[int] = set()
     apart = []
@@ -656,7 +656,7 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
 
 
 def promoted(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in the widest of their dtypes: what autocast does to operands that must agree."""
+    """The tensors in the widest of their dtypes, as autocast casts operands of one dtype."""
     dtype = tensors[0].dtype
     for tensor in tensors[1:]:
         dtype = torch.promote_types(dtype, tensor.dtype)

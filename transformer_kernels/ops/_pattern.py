@@ -1,9 +1,9 @@
-"""Terms: what an operation computes, described so that a graph of torch calls can be searched for it.
+"""Terms: patterns of an operation's computation, searched for in a graph of torch calls.
 
-A description is an expression over canonical operations ("mul", "softmax", "masked_fill", ...), written with Python's
-operators. It stands beside the operation that replaces it, in `ops/<family>/_pattern.py`; `patching/graph` searches.
-Sums and products match in either order. Casts between floating dtypes and operators that return their input
-(`contiguous`, dropout in evaluation mode) are looked through.
+A pattern is an expression over canonical operations ("mul", "softmax", "masked_fill", ...), written with Python's
+operators. It is defined next to the operation that replaces it, in `ops/<family>/_pattern.py`; `patching/graph` does
+the search. Sums and products match in either order. Casts between floating dtypes and operators that return their input
+(`contiguous`, dropout in evaluation mode) are ignored.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Steps(Term):
 
     Args:
         name: of the binding.
-        base: what the innermost step is applied to.
+        base: the operand of the innermost step.
         steps: a term of HOLE by the name of the step.
     """
 
@@ -108,7 +108,7 @@ class _Hole(Term):
 
 
 HOLE = _Hole()
-"""What a step is applied to."""
+"""The operand of a step."""
 
 
 def maybe(wrap: Callable[[Term], Term], inner: Term) -> Either:
@@ -156,12 +156,12 @@ class Prepared(NamedTuple):
 
 
 class Replacement(NamedTuple):
-    """What runs instead.
+    """The call that replaces a match.
 
     Args:
         function: a function of this package or torch's.
-        args, options: in which nodes stand for tensors.
-        expression: the canonical operation that the result is, by which later patterns find it.
+        args, options: of the call; nodes in place of tensors.
+        expression: the result as a canonical operation, for later patterns.
         permuted: the order of axes in which the result is returned, or None.
     """
 

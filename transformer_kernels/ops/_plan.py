@@ -1,4 +1,4 @@
-"""Plans: what the first call of a layout found out, reused by the calls after it that have the same layout.
+"""Plans: the decisions made for the first call of a layout, cached for later calls of the same layout.
 
 Whether a call is valid and which backend computes it depends on its layout alone: the dtypes, shapes, strides and
 devices of its tensors, the values of its options, the requested backend and what autograd records. Only the
@@ -76,10 +76,10 @@ _Guards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards"
 
 
 def guard(backend: str, values: Sequence[Any]) -> Callable[[str | None, Sequence[Any]], bool]:
-    """Whether a call has the layout of this one, in a third of the time of `layout`; false where that is unknown.
+    """Whether a call has the layout of this one, in a third of the time of `layout`; false if unknown.
 
     Dynamo's guards compare class, dispatch keys (modes, transforms, autocast and tracing change them), dtype, device,
-    sizes, strides and requires_grad of distinct tensors at once. They abort on a nested tensor.
+    sizes, strides and requires_grad of distinct tensors in one call. They abort on a nested tensor.
     """
     first: dict[int, int] = {}  # of each tensor, by id
     for i, value in enumerate(values):
@@ -132,7 +132,7 @@ def _autocast() -> tuple[tuple[bool, torch.dtype], ...]:
 
 
 class Record:
-    """How a call, or a record in one, is made of the arguments."""
+    """Rebuilds a call, or a record in one, from the arguments."""
 
     __slots__ = ("_fields", "_kind", "_positions", "_records", "_seed")
 
@@ -186,7 +186,7 @@ class ByPyTorch:
 
 
 class Plan:
-    """What computes the calls of one layout, and what autograd saves of them.
+    """The kernels for calls of one layout, and the tensors that autograd saves.
 
     Attributes:
         kernels: of the backend.
@@ -195,11 +195,11 @@ class Plan:
         recorded: whether autograd records the call.
         public, outputs: the number of results that are returned, and the function that selects them.
         fits: whether arguments have this layout (`guard`).
-        check: what is checked in every call, or None.
-        call: the arguments -> the validated call, once the plan is remembered.
+        check: the check that runs in every call, or None.
+        call: the arguments -> the validated call, once the plan is cached.
         inputs: the call -> its differentiable tensors, which autograd records.
         wanted: which of the differentiable fields' gradients are wanted.
-        returned: (*gradients, None) -> what backward returns: None for plan and call, and the gradient of each input.
+        returned: (*gradients, None) -> the results of backward: None for plan and call, and the gradient of each input.
     """
 
     native = None
@@ -239,7 +239,7 @@ class Plan:
         self._results = items([results.get(i, 0) for i in range(operation.results)])
 
     def keep(self, ctx: Any, call: Any, results: Any, *more: Tensor) -> None:
-        """Save on an autograd context what `kept` restores, and `more` behind it."""
+        """Save the tensors that `kept` restores on an autograd context, followed by `more`."""
         operation = self.operation
         tensors = self._saved(operation.flat(call) if self._flat else call)
         if self._described:  # outside autograd's check of writes
@@ -249,7 +249,7 @@ class Plan:
             ctx.set_materialize_grads(False)
 
     def kept(self, tensors: tuple[Any, ...]) -> tuple[Any, Any]:
-        """The call and the results from what was saved of them, None in the other fields."""
+        """The call and the results from their saved fields, None in the other fields."""
         values, operation = (*self._constants, *tensors), self.operation
         fields, results = self._fields(values), self._results(values)
         call = operation.nested(fields) if self._flat else _new(self._record, fields)
@@ -257,13 +257,13 @@ class Plan:
 
 
 Plans = dict[Hashable, Any]
-"""What is known of an operation's calls, by (number of outputs, layout of the arguments), or by the shape of the first
+"""Cached plans of an operation, by (number of outputs, layout of the arguments), or by the shape of the first
 tensor for the last such plan, by (number of outputs, Call, layout of a validated call), and, for the registered
-operators, by (Kernels, layout). None where calls are not made of their arguments as they are."""
+operators, by (Kernels, layout). None if a call cannot be rebuilt from unchanged arguments."""
 
 
 def apart(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments, with a view in place of a tensor that is given again: fields of the call tell them apart."""
+    """The arguments, with a view in place of a repeated tensor, so that each field of the call has its own object."""
     seen: set[int] = set()
     found = []
     for value in values:
@@ -275,7 +275,7 @@ def apart(values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def remember(plans: Plans, layout: Hashable, plan: Plan, values: tuple[Any, ...], call: Any) -> None:
-    """Keep the plan of the call that was made of these arguments, no tensor of which is given twice."""
+    """Cache the plan of the call with these arguments, in which no tensor occurs twice."""
     tensors = [(index, value) for index, value in enumerate(values) if isinstance(value, Tensor)]
     if not any(tensor.dtype in INDICES for _, tensor in tensors):
         plan.check = None

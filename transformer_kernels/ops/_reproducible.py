@@ -35,7 +35,7 @@ EXACT = frozenset(
     """.split()  # noqa: SIM905
 )
 """Operators that move numbers, round each result once, or add one number after the other: every processor computes the
-same. Each stands for its variants in place, too."""
+same. Each includes its in-place variants."""
 
 INTEGERS_DRAWN = ("randint", "randint_like", "random", "randperm")
 
@@ -92,7 +92,7 @@ class Reproducible(TorchDispatchMode):
         if any(not x.is_cpu or x.is_complex() or x.layout is not torch.strided for x in tensors):
             return NotImplemented
         out = kwargs.pop("out", None)
-        inner = torch._C._len_torch_dispatch_stack() > 0  # a recording sees the operators that replace this one
+        inner = torch._C._len_torch_dispatch_stack() > 0  # a recording records the operators that replace this one
         with nullcontext() if inner else cpu.unrecorded():
             result = replacement(*args, **kwargs)
         if result is NotImplemented:
@@ -360,7 +360,7 @@ REPLACED: dict[str, Callable[..., Any]] = {
 
 
 class Block(ContextDecorator):
-    """What `reproducible` returns."""
+    """The context manager that `reproducible` returns."""
 
     def __init__(self) -> None:
         self._mode = Reproducible()

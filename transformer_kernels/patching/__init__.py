@@ -55,7 +55,7 @@ def patch(model: nn.Module, backend: str | None = None, *, unpad: bool = False) 
     Parameters, state dict, class names and hooks stay.
     Only this instance changes, and it can be patched again with another backend.
 
-    A query that sees no key gives zeros before the output projection of torch.nn.MultiheadAttention, not NaN.
+    A query without visible keys gives zeros before the output projection of torch.nn.MultiheadAttention, not NaN.
 
     A module that was modified (an adapter, a quantised or sharded layer, one with hooks) is called unchanged and not
     fused with its neighbours. Attention, norms, activations, MLPs and losses that are not patched are

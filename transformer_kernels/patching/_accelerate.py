@@ -133,7 +133,7 @@ class Acceleration:
         return accelerated
 
     def report(self) -> CallReport:
-        """What was rerouted so far and what was not, with the reason; print it."""
+        """The calls rerouted so far, and the calls left to PyTorch with the reason; print it."""
         with self._lock:
             rows = [CallRow(*key, count) for key, count in self._counts.items()]
         return CallReport(self.backend, tuple(sorted(rows, key=lambda row: (row.backend is None, row.operation))))
@@ -208,7 +208,7 @@ def _binds(handler: Handler, backend: str, args: Any, kwargs: dict[str, Any]) ->
 
 
 def _backend_of(result: Any, backend: str) -> str:
-    """The backend's name in reports; what "auto" selects for a GPU is not looked up for each call."""
+    """The backend's name in reports; for a GPU the selection of "auto" is not looked up for each call."""
     result = result if isinstance(result, Tensor) else result[0]
     return "cpu" if backend == "auto" and result.device.type == "cpu" else backend
 

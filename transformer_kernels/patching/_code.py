@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 REROUTED = ("scaled_dot_product_attention", "gelu", "layer_norm", "rms_norm", "softmax", "cross_entropy")
-"""Functions of torch.nn.functional whose calls `accelerate` sees."""
+"""Functions of torch.nn.functional whose calls `accelerate` intercepts."""
 
 WRITTEN_IN_PYTHON = frozenset(name for name in REROUTED if isinstance(getattr(F, name), types.FunctionType))
-"""Those that it also sees where they were imported by name."""
+"""Functions that it also intercepts if they were imported by name."""
 
 OPERATORS = {"@": "matmul", "BINARY_MATRIX_MULTIPLY": "matmul", "*": "mul", "BINARY_MULTIPLY": "mul"}
 """Functions by their operators, and by their instructions before Python 3.11."""
@@ -31,7 +31,7 @@ class Call(NamedTuple):
         name: of the function.
         through: the global name in the forward of torch.nn.functional, or of its function, by which it is reached; None
             for calls in other functions, methods of tensors and longer paths.
-        seen: whether `accelerate` sees the call.
+        seen: whether `accelerate` intercepts the call.
     """
 
     name: str
@@ -117,7 +117,7 @@ def _scope(function: types.FunctionType) -> dict[str, Any]:
 
 
 def _of_global(name: str, found: Any, owner: type, visited: set[Any]) -> Iterator[Call]:
-    """The calls behind a global name: a function of torch imported by name, or another function of Python."""
+    """The calls of a global name: a function of torch imported by name, or another function of Python."""
     known = getattr(found, "__name__", "")
     if known and callable(found) and getattr(F, known, None) is found:
         yield Call(known, name, known in WRITTEN_IN_PYTHON)

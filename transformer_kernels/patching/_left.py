@@ -28,7 +28,7 @@ NAMES = {
     "activation": re.compile(r"G[Ee]LU|SiLU|Swish|Mish|Activation|^(Tanh|Sigmoid)"),
     "MLP": re.compile(r"MLP|Mlp|FFN|FeedForward|Intermediate|DenseAct|DenseGated"),
 }
-"""What the class of a module may be called whose calls do not say what it is."""
+"""Class names of modules that are not recognisable by their calls."""
 
 ADAPTER = "an adapter: it is called unchanged and not fused with its neighbours"
 NOT_PYTHON = "its forward is not Python code"
@@ -53,7 +53,7 @@ def left_modules(model: nn.Module, known: set[str]) -> Iterator[Row]:
 
 
 def why_left(module: nn.Module) -> str | None:
-    """What a module computes in PyTorch, and why; None if it computes nothing that this package has."""
+    """Why PyTorch computes a module's operation; None if the module has no operation of this package."""
     kind = original_class(module)
     calls = calls_of(kind)
     if calls is None:
@@ -67,7 +67,7 @@ def why_left(module: nn.Module) -> str | None:
 
 
 def remedy(calls: tuple[Call, ...]) -> str:
-    """What `accelerate` does about these calls: nothing to be said if it sees none."""
+    """Which of these calls `accelerate` reroutes, for the report; empty if none."""
     seen = sorted({call.name for call in calls if call.seen})
     return f"; `accelerate` reroutes its calls of {' and '.join(seen)}" if seen else ""
 

@@ -47,7 +47,7 @@ class _RowsWithGradient(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         rows, grads = x.flatten(0, -2).contiguous(), dy.flatten(0, -2)
         wanted_x, wanted_weight, wanted_bias, _ = ctx.needs_input_grad
-        if torch.is_grad_enabled():  # a second derivative is not zero where the gradient is
+        if torch.is_grad_enabled():  # a second derivative is not zero where the gradient is zero
             return (
                 (grads @ weight).view(x.shape) if wanted_x else None,
                 grads.t() @ rows if wanted_weight else None,

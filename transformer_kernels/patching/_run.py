@@ -112,7 +112,7 @@ def _run_script(path: str) -> None:
 
 
 def _close(block: Acceleration | CompiledEverywhere) -> None:
-    """Print the closing line, behind what the program and its own exit handlers print."""
+    """Print the closing line, after the output of the program and of its own exit handlers."""
     line = block.line() if isinstance(block, CompiledEverywhere) else block.report().line()
     print(f"transformer-kernels: {line}", file=sys.stderr)
 

@@ -63,7 +63,7 @@ class Mixin(nn.Module):
 
 
 CHOICES = (None, "auto", *BACKENDS)
-"""What `backend` of a patched module may be."""
+"""The valid values of a patched module's `backend`."""
 
 
 class ByBackend(Mixin):

@@ -54,7 +54,7 @@ class MultiHeadAttention(ours.MultiHeadAttention):
     causal_by_itself = False
     operation = "attention"
     small_below = 1 << 17
-    small_tensors = 3  # with a mask, rows that see no key have another result
+    small_tensors = 3  # with a mask, rows without visible keys have another result
 
     @staticmethod
     def refuses(module: Any) -> str | None:
@@ -63,7 +63,7 @@ class MultiHeadAttention(ours.MultiHeadAttention):
         return "add_bias_kv or add_zero_attn" if module.bias_k is not None or module.add_zero_attn else None
 
     def original_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """torch's forward, for which `_qkv_same_embed_dim` is what it was."""
+        """torch's forward, called with the original value of `_qkv_same_embed_dim`."""
         twin = object.__new__(nn.MultiheadAttention)
         vars(twin).update(vars(self) | {"_qkv_same_embed_dim": True})
         return nn.MultiheadAttention.forward(twin, *args, **kwargs)

@@ -52,9 +52,9 @@ def refusal(
 
     Args:
         name: an operation that the table of crossovers has as a rerouted one.
-        elements: what decides there.
+        elements: the size in that table.
         dtype: in which it is computed.
-        tensors: those that the call reads, the first of them never None.
+        tensors: the inputs of the call, the first of them never None.
         random: whether it draws random numbers.
     """
     if backend != "auto":
@@ -380,4 +380,4 @@ softmax) look these up when they are called, so that they stay the objects that 
 """
 
 VARLEN, FLEX = "torch.nn.attention.varlen", "torch.nn.attention.flex_attention"
-"""Modules that take a second to import: what is rerouted of them is in blocks that begin after they were imported."""
+"""Modules that take a second to import: their calls are rerouted in blocks that begin after they were imported."""

@@ -213,7 +213,7 @@ def _joined(entry: Entry, parts: list[Tensor]) -> Tensor:
 
 
 def _mismatched(entry: Entry, names: list[str], weights: dict[str, Stored], expected: dict[str, Tensor]) -> list[str]:
-    """What is wrong with the tensors of an entry, from the headers of their files."""
+    """The errors in the tensors of an entry, from the headers of their files."""
     missing = [f"{full} is missing" for full, name in zip(entry.theirs, names, strict=True) if name not in weights]
     if missing:
         return missing
@@ -236,7 +236,7 @@ def _mismatched(entry: Entry, names: list[str], weights: dict[str, Stored], expe
 
 
 def _differs(name: str, other: str, architecture: Architecture, weights: dict[str, Stored]) -> list[str]:
-    """What is wrong with `name`, stored again as `other` or not at all."""
+    """The error in `name`, which is stored again as `other` or not at all."""
     if name not in weights:
         return []
     same = torch.equal(weights[name].read().float(), weights[_found(other, architecture, weights)].read().float())

@@ -19,7 +19,7 @@ MAX_JSON_BYTES = 64 << 20
 
 
 class Stored(NamedTuple):
-    """A tensor in a file: what the header declares, and a function that reads it."""
+    """A tensor in a file: its entry in the header, and a function that reads it."""
 
     shape: tuple[int, ...]
     dtype: str

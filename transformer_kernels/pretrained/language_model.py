@@ -113,6 +113,6 @@ class PretrainedGPT(GPT):
         return written
 
     def _text(self, prompt: str, tokens: list[int], continuation: list[int]) -> str:
-        """The prompt as it was given, then what the continuation adds to its decoded text."""
+        """The prompt as it was given, followed by the decoded continuation."""
         before = len(self.tokenizer.decode(tokens))
         return prompt + self.tokenizer.decode(tokens + continuation)[before:]

@@ -20,7 +20,7 @@ NORMALIZER |= {"tokenize_chinese_chars": "handle_chinese_chars"}  # of tokenizer
 
 
 def download_remedy(path: str | Path) -> str:
-    """What to do if `path` is a model's name, not a folder."""
+    """The remedy if `path` is a model's name, not a folder."""
     path = Path(path)
     return f"models are read from local folders: download it first, with `hf download {path} --local-dir {path.name}`"
 

@@ -180,7 +180,7 @@ def _sample(recipe: CharGPT, trainer: Trainer) -> str:
 
 
 def _samples(runs: list[Run], samples: list[str]) -> list[str]:
-    """What both write after the same prompt, side by side, within the width of the terminal."""
+    """Both continuations of the same prompt, side by side, within the width of the terminal."""
     width = (max(70, min(100, shutil.get_terminal_size((100, 24)).columns)) - 5) // 2
     titles = [f"{run.name}, {run.steps:,} steps" for run in runs]
     lines = [*blocks.beside(titles[0], titles[1], width, 1), *blocks.beside(samples[0], samples[1], width, SAMPLE_ROWS)]
@@ -188,7 +188,7 @@ def _samples(runs: list[Run], samples: list[str]) -> list[str]:
 
 
 def _next_commands(checkpoint: str) -> str:
-    """What to run next, by the path of the program in this environment."""
+    """The commands to run next, by the path of the program in this environment."""
     script = Path(sys.executable).with_name("transformer-kernels")
     program = os.path.relpath(script) if script.is_relative_to(Path.cwd()) else script.name
     return (

@@ -83,7 +83,7 @@ class Recipe(ABC):
         train_length: number of training items.
         fingerprint: hash of the training data; a run can resume only on the same data.
         targets_vary: whether batches of equally many items can have different numbers of targets.
-        unit: what the targets are; if that is named, `evaluate` prints the loss in bits, too.
+        unit: the name of one target; if set, `evaluate` also prints the loss in bits.
         predicts_tokens: whether the loss is the cross-entropy of tokens, whose exponential is the perplexity.
     """
 

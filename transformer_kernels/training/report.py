@@ -36,7 +36,7 @@ def describe_result(trainer: Trainer, result: Result) -> str:
 
 
 def _nothing_left(trainer: Trainer, result: Result) -> str:
-    """What resuming a finished run reports."""
+    """The report of resuming a finished run."""
     options = {"steps": f"--steps N above {result.step}", "patience": "a larger --patience, or --patience 0"}
     return (
         f"{trainer.folder}: the run has ended ({result.ended_by}) after {_progress(trainer, result)}, "

@@ -205,7 +205,8 @@ def verify(
     case_seconds: float = 10.0,
     found: Callable[[Verdict], None] = lambda verdict: None,
 ) -> list[Verdict]:
-    """Run cases in processes of their own; a case that hangs or ends its process gets that verdict, the rest go on.
+    """Run cases in processes of their own; a case that hangs or ends its process gets that verdict, and the other cases
+    continue.
 
     The other cases of a kernel that hung are not run in that dtype, and get the same verdict.
 

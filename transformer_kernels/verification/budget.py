@@ -90,7 +90,7 @@ class RandomRounding(TorchDispatchMode):
 
 
 class Errors(NamedTuple):
-    """The largest error, what it may be, the RMS error, what that may be, and the largest error of eager PyTorch."""
+    """The largest error and its limit, the RMS error and its limit, and the largest error of eager PyTorch."""
 
     error: float
     budget: float

@@ -44,7 +44,7 @@ LOSSES = ("cross_entropy", "linear_cross_entropy")
 
 @dataclass
 class Tally:
-    """What was checked of one operation in one direction."""
+    """The checks of one operation in one direction."""
 
     calls: int = 0
     samples: int = 0
@@ -84,7 +84,7 @@ class Finding:
 
 @dataclass(eq=False)
 class Certificate:
-    """The samples of a run. Its str is one line, with more for what is wrong; see `certify`.
+    """The samples of a run. Its str is one line, with further lines for errors; see `certify`.
 
     Attributes:
         operations: a `Tally` by operation and direction.
@@ -163,7 +163,7 @@ class Certificate:
         """Run a step once more and name the operator, of PyTorch's too, that makes the first non-finite value.
 
         Args:
-            step: forward and backward, on the values that gave it; what it writes is written.
+            step: forward and backward, on the same inputs; its writes are not undone.
         """
         before = dispatch.observer
         dispatch.observe(None)
@@ -175,10 +175,10 @@ class Certificate:
         return found
 
     def name(self, model: nn.Module) -> None:
-        """Name layers by their paths in this model; else those in the outermost module that is called."""
+        """Name layers by their paths in this model instead of their paths in the outermost called module."""
         self._layers.name(model)
 
-    # What `Watched` calls
+    # Called by `Watched`
 
     def watched(self, operation: Any, kernels: Any) -> Watched:
         """The kernels, observed."""
@@ -317,7 +317,7 @@ class Certificate:
 
 
 class Watched(Kernels):
-    """A backend's kernels, whose passes a certificate sees."""
+    """A backend's kernels, whose passes a certificate observes."""
 
     def __init__(self, certificate: Certificate, operation: Any, kernels: Any) -> None:
         self.certificate, self.operation, self.inner = certificate, operation, kernels

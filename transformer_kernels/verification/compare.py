@@ -27,7 +27,7 @@ class Compared(NamedTuple):
     """The output of a module or the gradient of a parameter: largest errors over the largest element of float64's.
 
     Attributes:
-        name: of the module or the parameter; a module's second call has "#2" behind it.
+        name: of the module or the parameter; a module's second call has the suffix "#2".
         kind: "output" or "gradient".
         kernels, pytorch: the relative error of this package and of plain PyTorch.
         share: the error of this package over its budget: twice PyTorch's error (a gradient: three times), or, if it is
@@ -113,7 +113,7 @@ def compare(model: nn.Module, batch: Any, *, loss: Loss | None = None) -> Compar
     Args:
         model: a module of torch.nn, transformers or this package, or written by hand; its parameters float32, float16
             or bfloat16, on any device.
-        batch: what the model is called with: a tensor, a tuple of arguments or a dict of keyword arguments.
+        batch: the arguments of the model: a tensor, a tuple of arguments or a dict of keyword arguments.
         loss: the model's result -> the scalar whose gradients are compared; by default the `loss` of the result, if it
             has one, the result itself if that is a scalar, else the sum of its first tensor times fixed random numbers.
 

@@ -1,4 +1,4 @@
-"""Which operator makes the first value that is not finite: a step, run again with every operator seen."""
+"""Which operator makes the first value that is not finite: a step, run again with every operator checked."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def first_non_finite(step: Callable[[], Any], layers: Layers | None = None) -> N
     An infinity that was given (a mask's -inf) is not counted until an operator makes NaN of it.
 
     Args:
-        step: forward and backward; what it writes is written, and an exception of its own ends it.
+        step: forward and backward; its writes are not undone, and an exception that it raises ends it.
         layers: of a certificate.
 
     Returns:

@@ -29,12 +29,12 @@ PARTS = 16
 
 
 class Observed(NamedTuple):
-    """A forward or backward pass of an operation: what went in and what came out.
+    """A forward or backward pass of an operation: its inputs and outputs.
 
     Attributes:
         operation: an `ops._operation.Operation`.
-        call: the validated call, without what backward drops.
-        result: all results of forward; those that backward keeps.
+        call: the validated call, without the fields that backward drops.
+        result: all results of a forward pass, the kept results of a backward pass.
         grads, wanted, gradients: of backward, None for a forward pass.
     """
 
@@ -50,7 +50,7 @@ class Observed(NamedTuple):
         return "forward" if self.grads is None else "backward"
 
     def named(self) -> Iterator[tuple[str, Tensor, bool]]:
-        """What came out: name, tensor, and whether it is a gradient."""
+        """The outputs: name, tensor, and whether it is a gradient."""
         operation = self.operation
         if self.grads is not None:
             for name, gradient, wanted in zip(operation.names, self.gradients, self.wanted, strict=False):
@@ -67,7 +67,7 @@ class Observed(NamedTuple):
                 yield f"sum of {field}" if ahead else field, tensor, ahead
 
     def tensors(self) -> list[Tensor]:
-        """What went in, of floating point."""
+        """The floating-point inputs."""
         return [leaf for leaf in pytree.tree_leaves((self.call, self.grads)) if is_floating(leaf)]
 
     def part(self, start: int, stop: int) -> Observed | None:
@@ -116,7 +116,7 @@ class Observed(NamedTuple):
         return self._replace(call=call, result=result, grads=grads, gradients=gradients)
 
     def recomputed(self, change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """What comes out of the backend "torch" with every tensor changed, by name."""
+        """The outputs of the backend "torch" with every tensor changed, by name."""
 
         def changed(x: Any) -> Any:
             if isinstance(x, torch.dtype):  # of the products of a loss

@@ -41,7 +41,7 @@ def folder() -> Path:
 
 @functools.cache
 def fingerprint(backend: str, device: torch.device) -> str:
-    """What a verdict depends on, as text: device, driver, versions, kernels."""
+    """The key of a verdict, as text: device, driver, versions, kernels."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         where = f"{properties.name} sm_{properties.major}{properties.minor}, driver {_driver()}"

@@ -112,7 +112,7 @@ def draw_maps(
     """Write maps as one figure: one row of heatmaps per layer, one column per head.
 
     The figure is at most 10 inches wide. Tokens are named where the names are legible, and weights are printed into
-    the cells of one map of few tokens. Cells that no head of the layer can see are grey.
+    the cells of one map of few tokens. Cells that are masked in all heads of the layer are grey.
 
     Args:
         maps: (layers, H, Lq, Lk), weights from 0 to 1.
@@ -185,7 +185,7 @@ def write_page(
         maps, queries, keys: as in `draw_maps`. Weights are stored with an error of 8e-6. A key that has weight 0 in all
             heads of a layer counts as masked.
         path: of the .html file.
-        title, text: shown above the maps: the model, and what it has read.
+        title, text: shown above the maps: the model and its input.
         causal: keys after the query are shown as impossible rather than masked.
         special: the indices of queries and of keys that can be hidden, such as [CLS].
         predictions: for each query, likely next tokens and their probabilities; or none.

@@ -121,7 +121,7 @@ def train_points(sweep: Sweep, folder: Path, *, resume: bool = False, progress: 
     """Train each size on each number of tokens, in separate folders; sweep.json is written after each point.
 
     Args:
-        sweep: what to train; trained points are appended to `sweep.points`.
+        sweep: the runs to train; trained points are appended to `sweep.points`.
         folder: of the record and the runs.
         resume: continue the sweep in `folder`: recorded points are not trained again, and an unfinished run continues
             from its last checkpoint.

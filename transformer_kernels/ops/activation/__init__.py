@@ -122,7 +122,7 @@ def gelu(x: Tensor, *, approximate: str = "none", backend: str | None = None) ->
 
 
 def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str = "none", backend: str | None = None) -> Tensor:
-    """gelu(x + bias): what follows the first projection of a feed-forward layer, in one pass over memory.
+    """gelu(x + bias), which follows the first projection of a feed-forward layer, in one pass over memory.
 
     Args:
         x: (..., N), any strides, float32, float16, bfloat16 (float64 with backend="torch").
@@ -147,7 +147,7 @@ def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str = "none", backend: st
 
 
 def bias_relu(x: Tensor, bias: Tensor, *, backend: str | None = None) -> Tensor:
-    """max(x + bias, 0): what follows the first projection of a feed-forward layer, in one pass over memory.
+    """max(x + bias, 0), which follows the first projection of a feed-forward layer, in one pass over memory.
 
     Only the result is kept for the backward pass: dx = dy where it is positive, else 0.
 

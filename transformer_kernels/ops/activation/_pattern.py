@@ -1,4 +1,4 @@
-"""GELU in its spellings, and gates. In a canonical product numbers stand last, merged into one."""
+"""GELU in its spellings, and gates. In a canonical product, numbers are merged into one and come last."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ C, A = math.sqrt(2.0 / math.pi), 0.044715
 
 
 def _angle(factor: float) -> Either:
-    """factor * (x + 0.044715 x^3); numbers stand last in a product."""
+    """factor * (x + 0.044715 x^3); numbers come last in a product."""
     inside = (X + Call("mul", CUBE, A)) | (X * Call("add", Call("mul", Call("square", X), A), 1.0))
     return Call("mul", inside, factor) | Call("mul", Call("mul", inside, C), factor / C)
 

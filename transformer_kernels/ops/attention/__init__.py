@@ -97,8 +97,8 @@ class AttentionResult(NamedTuple):
     """out (B, Hq, Lq, D), laid out in memory as (B, Lq, Hq, D), and lse (B, Hq, Lq) in float32 or float64.
 
     Backward recomputes weights from `statistics`, float32 (B, Hq, 2, Lq): the largest score of each row (-inf where the
-    query sees no key) and the log of the sum of exp(score - largest), in the units of the backend. Their sum, lse,
-    loses the log where scores are large. None in "torch", which computes softmax anew.
+    query has no visible key) and the log of the sum of exp(score - largest), in the units of the backend. Their sum,
+    lse, loses the log where scores are large. None in "torch", which computes softmax anew.
     """
 
     out: Tensor
@@ -164,7 +164,7 @@ def attention(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Scaled dot-product attention: dropout(softmax(scale * q k^T + bias)) v over the keys that a query may see.
+    """Scaled dot-product attention: dropout(softmax(scale * q k^T + bias)) v over the keys visible to each query.
 
     Unlike in `torch.nn.functional.scaled_dot_product_attention`, causality is aligned bottom-right where Lq < Lk (there
     top-left), `key_padding_mask` is True for the keys that are kept (in torch.nn for those that are ignored), and
@@ -176,22 +176,22 @@ def attention(
         k: (B, Hk, Lk, D), the dtype of q. Hk divides Hq; query head h uses key head h // (Hq / Hk).
         v: (B, Hk, Lk, Dv). Where Dv is not D, the narrower of keys and values is copied and padded with zeros, and the
             call costs as much as one with the wider heads.
-        causal: query i sees the keys j <= i + Lk - Lq (aligned bottom-right).
+        causal: query i attends to the keys j <= i + Lk - Lq (aligned bottom-right).
         key_padding_mask: bool (B, Lk), True = a real token.
         attn_bias: added to the scores; broadcasts to (B, Hq, Lq, Lk); the dtype of q or float32. It may require grad.
-            Or bool, True = the query sees the key. On the CPU a mask of these, or of 0 and one large negative number,
-            in which the keys that a query sees are consecutive among those that padding leaves (causality, windows,
-            documents, prefixes), costs what `causal`, `window` or `cu_seqlens` cost.
+            Or bool, True = the query attends to the key. On the CPU a mask of these, or of 0 and one large negative
+            number, in which the keys visible to a query are consecutive among those that padding leaves (causality,
+            windows, documents, prefixes), costs what `causal`, `window` or `cu_seqlens` cost.
         alibi_slopes: float32 (Hq,) or (B, Hq), without a gradient: -slope * |i + Lk - Lq - j| is added to the scores
             as they are computed, so no bias of that size is stored.
         cu_seqlens: int32 (S + 1,), for S sequences that are packed one after the other into the tokens of B = 1, with
-            Lq = Lk: sequence s is the tokens cu_seqlens[s] up to, not including, cu_seqlens[s + 1], and a query sees
-            the keys of its own sequence only. Tokens after the last sequence see nothing. The values are checked on
-            the CPU only.
+            Lq = Lk: sequence s is the tokens cu_seqlens[s] up to, not including, cu_seqlens[s + 1], and a query
+            attends to the keys of its own sequence only. Tokens after the last sequence attend to no key. The values
+            are checked on the CPU only.
         cu_seqlens_k: the same for keys that are packed differently from the queries: Lq and Lk may differ, and
             i' - i (below) is Lk - Lq of each sequence. backend="cpu", or "torch", which reads both on the host.
-        window: with i' = i + Lk - Lq, a query sees i' - j < window and, unless causal, j - i' < window; with a pair
-            (left, right) it sees i' - left <= j <= i' + right, where None is no limit.
+        window: with i' = i + Lk - Lq, query i attends to the keys i' - j < window and, unless causal, j - i' < window;
+            with a pair (left, right) to i' - left <= j <= i' + right, where None is no limit.
         dropout_p: probability in [0, 1] with which a weight is dropped; the others are multiplied by
             1 / (1 - dropout_p), with dropout_p rounded to a multiple of 2^-16. The mask is philox4x32-7 of (seed,
             position), the same in every backend; the seed is drawn from torch's generator.
@@ -200,15 +200,15 @@ def attention(
             it.
         sinks: floating (Hq,), of any dtype; may require grad. A logit of each head that joins the denominator of the
             softmax but has no value: out = sum_j exp(s_j) v_j / (sum_j exp(s_j) + exp(sink)). Dropout does not drop it;
-            -inf disables the sink. A query that sees no key still gives 0.
+            -inf disables the sink. A query without visible keys still gives 0.
         return_lse: also return the natural log of the sum of exponentials of the scores and of the sink, before
             dropout.
         backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
 
     Returns:
         (B, Hq, Lq, Dv) in the dtype of q, laid out in memory as (B, Lq, Hq, max(D, Dv)); accumulated in float32. With
-        return_lse also float32 (B, Hq, Lq) (float64 for float64). A query that sees no key gives 0, an lse of -inf, and
-        zero gradients.
+        return_lse also float32 (B, Hq, Lq) (float64 for float64). A query without visible keys gives 0, an lse of -inf,
+        and zero gradients.
 
     Raises:
         TypeError, ValueError, RuntimeError: invalid arguments, with the same message in every backend.
@@ -222,7 +222,7 @@ def attention(
         >>> out, lse = attention(q, k, v, key_padding_mask=real, return_lse=True)
         >>> lse.shape
         torch.Size([2, 4, 128])
-        >>> attention(q[:, :, -1:], k, v, causal=True).shape  # the last query sees all keys
+        >>> attention(q[:, :, -1:], k, v, causal=True).shape  # the last query attends to all keys
         torch.Size([2, 4, 1, 32])
 
     Vaswani et al., "Attention Is All You Need", 2017, equation 1; Dao, "FlashAttention-2", 2023, algorithms 1 and 2;

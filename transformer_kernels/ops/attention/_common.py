@@ -60,11 +60,11 @@ def shift_gradient(dlse: Tensor | None, statistics: Tensor | None, bias: Tensor)
 
 
 class AttentionKernels(Kernels):
-    """What the other operations ask of a backend's attention kernels."""
+    """The interface of a backend's attention kernels for the other operations."""
 
     @staticmethod
     def score_unit(dtype: torch.dtype) -> float:
-        """What the natural logarithms in `AttentionResult.statistics` are multiplied by."""
+        """The factor of the natural logarithms in `AttentionResult.statistics`."""
         return 1.0
 
     @classmethod

@@ -76,7 +76,7 @@ def _without_padding(call: AttentionCall, x: Tensor) -> Tensor:
 
 
 class _QueryBlock(NamedTuple):
-    """Some queries, and the keys that they may see; query i is aligned to key i + shift."""
+    """Some queries and their visible keys; query i is aligned to key i + shift."""
 
     rows: slice
     seen_keys: slice
@@ -160,7 +160,7 @@ def _weights(
 def normalised(
     scores: Tensor, seen: Tensor | None, may_be_hidden: bool, sinks: Tensor | None, with_lse: bool = False
 ) -> tuple[Tensor, ...]:
-    """The softmax of the scores (B, Hq, Lq, Lk) that are seen and the sinks, and its lse; 0 and -inf in hidden rows."""
+    """The softmax of the visible scores (B, Hq, Lq, Lk) and the sinks, and its lse; 0 and -inf in fully masked rows."""
     hidden = None
     if seen is not None:
         scores = scores.masked_fill(~seen, -math.inf)
@@ -185,7 +185,7 @@ def _narrowed(x: Tensor, part: slice) -> Tensor:
 
 
 def _zeros(q: Tensor, v: Tensor, with_lse: bool) -> Parts:
-    """out and lse of queries that see no key."""
+    """out and lse of queries without visible keys."""
     out = q.new_zeros(*q.shape[:3], v.shape[3])
     return (out, q.new_full(q.shape[:3], -math.inf)) if with_lse else (out,)
 

@@ -1,7 +1,7 @@
-"""What functions of FlexAttention say of positions and scores, read by calling them once.
+"""Evaluates the functions of FlexAttention (mask_mod, score_mod) by calling them once.
 
-A mask_mod, and whatever a score_mod adds or multiplies, is evaluated for all positions at once under vmap, which leaves
-stride 0 in the axes that a result does not depend on. The score itself is a symbol that records what is done to it.
+A mask_mod, and the terms and factors of a score_mod, are evaluated for all positions together under vmap, which gives
+stride 0 in axes that a result does not depend on. The score is a symbol that records the operations applied to it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from transformer_kernels.ops._derivatives import is_transformed
 from transformer_kernels.ops._plan import dispatch_modes, functorch_is_active, is_jit_tracing
 
 MAX_BYTES = 1 << 29
-"""Of masks and biases that are remembered; above this all are dropped, and one that is larger is not kept."""
+"""Maximum size of cached masks and biases; above it all are dropped, and a larger one is not cached."""
 
 AXES = 4
 """Batch, head, query and key."""
 
 
 class Unknown(Exception):
-    """A score_mod does to the score what no kernel does, or a function reads an object whose state is not seen."""
+    """No kernel supports the operations of a score_mod, or a function reads an object with unknown state."""
 
 
 class _Indexing(TorchFunctionMode):
@@ -94,11 +94,11 @@ def narrowed(x: Tensor) -> Tensor:
 
 
 def reads_values() -> bool:
-    """Whether values may decide what is computed: not in a call that is recorded and replayed, or batched by vmap."""
+    """Whether values may select the computation: not in a call that is recorded and replayed, or batched by vmap."""
     return not (dispatch_modes() or is_jit_tracing() or functorch_is_active())
 
 
-# What is remembered of a function
+# Cached results of functions
 
 References = dict[int, StorageWeakRef]
 
@@ -110,7 +110,7 @@ def remembered(given: Any, compute: Callable[[], Any]) -> Any:
 
     A function is the same if its code is, and all that it captures or finds under a global name; a tensor if its
     memory, layout and version are. Nothing is kept where one of them has a gradient or memory shared with numpy or with
-    the value, or is an object whose state is not seen.
+    the value, or is an object with unknown state.
     """
     references: References = {}
     try:
@@ -177,7 +177,7 @@ def _key(value: Any, references: References, callers: list[Any]) -> Any:
         parts = value.__defaults__, value.__kwdefaults__, cells, names, read
         return value.__code__, _key(parts, references, [*callers, value])
     name = value.__name__ if kind is types.ModuleType else getattr(value, "__module__", None) or "builtins"
-    of = getattr(value, "__self__", None)  # of a method: an object, whose state is not seen
+    of = getattr(value, "__self__", None)  # of a method: an object with unknown state
     if kind in BUILTINS and isinstance(of, FREE) and name.partition(".")[0] in FIXED:
         return value
     raise Unknown
@@ -189,7 +189,7 @@ def _names(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*inner)
 
 
-# What a score_mod does to the score
+# The form of a score_mod
 
 
 class Form(NamedTuple):
@@ -325,7 +325,7 @@ RULES: dict[str, Callable[..., Form]] = {
 
 
 def form_of(score_mod: Callable[..., Any], positions: tuple[Tensor, ...], dtype: torch.dtype) -> Form:
-    """What a score_mod does to scores of `dtype`; raises Unknown where that has another form."""
+    """The form of a score_mod for scores of `dtype`; raises Unknown for any other form."""
     found = Form()
 
     def traced(*indices: Tensor) -> tuple[Tensor, ...]:

@@ -1,7 +1,7 @@
 """Attention as it is written by hand: dropout(softmax(steps(scale * q k^T))) v.
 
-A step is a scale, a mask that fills or is added, a bias, or a softcap. They are described in their order; what computes
-them depends on the values of the masks, which are looked at when the graph runs (`Masks`).
+A step is a scale, a mask that fills or is added, a bias, or a softcap. They are described in order; the kernel depends
+on the values of the masks, which are read when the graph runs (`Masks`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from transformer_kernels.ops.attention import attention
 from transformer_kernels.ops.attention._structure import structure_of
 
 LARGE = -1e9
-"""A fill up to this value is minus infinity to a row that sees a key: the weights of such scores are 0."""
+"""A fill up to this value is minus infinity to a row with a visible key: the weights of such scores are 0."""
 
 SMALL_FILL = -1e3
 """Fills from here to LARGE hide where the scores are small enough, which is checked when the graph runs."""
@@ -71,7 +71,7 @@ ATTENTION = CONTEXT | Call("permute", CONTEXT, Option("axes"))
 
 
 class Step(NamedTuple):
-    """What happens to the scores: kind "scale", "fill" or "bias", with its number; a mask is the next tensor."""
+    """An operation on the scores: kind "scale", "fill" or "bias", with its number; a mask is the next tensor."""
 
     kind: str
     number: float
@@ -85,11 +85,11 @@ class Known(NamedTuple):
     is_exact: bool
     """Whether `attention` gives the result of the written steps."""
     empty: Tensor | None = None
-    """Queries (..., Lq, 1) without a visible key, where values are not read; with `bias` they see all keys."""
+    """Queries (..., Lq, 1) without a visible key, where values are not read; with `bias` they attend to all keys."""
 
 
 class Masks(NamedTuple):
-    """The steps of a call, and what is needed to combine its masks when the graph runs."""
+    """The steps of a call, and the arguments for combining its masks when the graph runs."""
 
     steps: tuple[Step, ...]
     dims: int
@@ -99,8 +99,8 @@ class Masks(NamedTuple):
         """The masks, each of which broadcasts to the scores of `dims` axes, as one.
 
         A bool mask is True where a key is hidden; `attention` finds causality, padding, windows and documents in it.
-        Where a row sees no key, a fill of -1e9 gives a uniform row and -inf NaN, but `attention` gives 0: such masks
-        are applied as they are written.
+        Where a row has no visible key, a fill of -1e9 gives a uniform row and -inf NaN, but `attention` gives 0: such
+        masks are applied as they are written.
         """
         hidden, bias = self._combined(masks)
         if any(map(is_traced, masks)):
@@ -156,7 +156,7 @@ class Masks(NamedTuple):
 
 
 def _hides_rows(hidden: Tensor | None, bias: Tensor | None) -> bool:
-    """Whether a query sees no key; biases with a gradient are finite."""
+    """Whether a query has no visible key; biases with a gradient are finite."""
     if bias is not None and not bias.requires_grad:
         infinite = bias == -math.inf
         hidden = infinite if hidden is None else hidden | infinite

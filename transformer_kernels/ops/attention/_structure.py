@@ -1,8 +1,8 @@
-"""What a dense mask says, read from its values: one interval of keys for each query, among keys that padding leaves.
+"""The structure of a dense mask, read from its values: one interval of keys per query, among the keys not padded.
 
 Causality, windows, documents, prefixes, chunks, padding on either side and their conjunctions are such intervals, and
-kernels skip the keys outside them. csrc/cpu/rows/mask.cpp reads each byte of the mask once; the result is remembered
-for as long as the mask's memory lives and nothing writes to it. What is not recognised stays a dense mask.
+kernels skip the keys outside them. csrc/cpu/rows/mask.cpp reads each byte of the mask once; the result is cached
+as long as the mask's memory exists and nothing writes to it. A mask without such a structure stays dense.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Shape = tuple[int, int, int, int]
 
 
 class Structure(NamedTuple):
-    """Which keys each query sees: those that every field leaves.
+    """The visible keys of each query: the keys that no field hides.
 
-    causal: query i sees the keys j <= i + Lk - Lq.
+    causal: query i attends to the keys j <= i + Lk - Lq.
     key_padding_mask: bool (B, Lk), True = visible; None: all.
-    key_ranges: int32 (1 or B, 1 or H, 1 or Lq, 2), the first key and the one behind the last; None: all.
-    hidden: what the mask adds to a hidden score: -inf, or a negative number, which hides as -inf does only where scores
-        are so small that the weight of a hidden key is exactly 0 (see `hides`).
+    key_ranges: int32 (1 or B, 1 or H, 1 or Lq, 2), the first key and the one after the last; None: all.
+    hidden: the value that the mask adds to a hidden score: -inf, or a negative number, which is equivalent only if the
+        scores are so small that the weight of a hidden key is exactly 0 (see `hides`).
     """
 
     causal: bool
@@ -44,12 +44,12 @@ class Structure(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """Whether every query sees every key."""
+        """Whether every query attends to every key."""
         return not self.causal and self.key_padding_mask is None and self.key_ranges is None
 
 
 MAX_MASKS = 256
-"""Structures that are remembered; above this all are dropped."""
+"""Maximum number of cached structures; above it all are dropped."""
 
 MIN_SCORES = 4096
 """Scores of a head from which a call reads its mask."""
@@ -74,9 +74,9 @@ def structure_of(mask: Tensor, shape: Shape, remembered: bool = True) -> Structu
         shape: (B, H, Lq, Lk) of the scores.
         remembered: False reads the values again: replays of a recorded step write them without a new version.
 
-    A mask with a gradient, on another device than the CPU, or being traced is not read. The structure is remembered by
-    the memory of the mask, its layout and its version, except where memory is shared with numpy or another process,
-    whose writes no version counter sees. As in autograd, writes through `mask.data` go unseen.
+    A mask with a gradient, on another device than the CPU, or being traced is not read. The structure is cached by
+    the memory of the mask, its layout and its version, except if the memory is shared with numpy or another process,
+    whose writes do not change the version. As in autograd, writes through `mask.data` are not detected.
     """
     if not _is_readable(mask) or mask.requires_grad or mask.dim() > 4:
         return None

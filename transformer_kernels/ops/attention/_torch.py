@@ -130,7 +130,7 @@ def _visible(call: AttentionCall) -> Tensor | None:
 def _fused(call: AttentionCall) -> bool:
     """Whether PyTorch has a fused kernel for this call on this device.
 
-    It multiplies masked keys by a weight of 0, so inf or NaN behind the padding mask would reach every row. On the CPU
+    It multiplies masked keys by a weight of 0, so inf or NaN in masked keys would reach every row. On the CPU
     a sum detects that, and the call is computed in chunks. On a CUDA device, where reading a sum would synchronise,
     masked keys are set to zero (see `_operands`), and rows must be aligned to 16 bytes.
     """
@@ -175,7 +175,7 @@ def _is_large(lse: Tensor, q: Tensor) -> bool:
 
 
 def _contained(call: AttentionCall, result: Tensor) -> bool:
-    """Whether nothing non-finite behind the padding mask reached `result` (out or dq)."""
+    """Whether no non-finite value of a masked key reached `result` (out or dq)."""
     return call.scores.key_padding_mask is None or result.device.type != "cpu" or math.isfinite(float(result.sum()))
 
 

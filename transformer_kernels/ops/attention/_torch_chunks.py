@@ -177,7 +177,7 @@ def _clean(call: AttentionCall) -> bool:
 
 
 def _hide(x: Tensor, visible: Tensor | None, clean: bool) -> Tensor:
-    """Keys or values (b, H, Lk, D), zero where no query sees them."""
+    """Keys or values (b, H, Lk, D), zero if no query attends to them."""
     if visible is None or clean:
         return x
     seen = visible.any(dim=-2).unsqueeze(-1)  # (b or 1, 1, Lk, 1)

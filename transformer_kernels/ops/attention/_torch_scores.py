@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def visible_mask(scores: Scores, queries: int, keys: int, device: torch.device) -> Tensor | None:
-    """Bool, broadcasts to (B, H, queries, keys), True where a query sees a key; None where every query sees all."""
+    """Bool, broadcasts to (B, H, queries, keys), True = visible; None if every query attends to every key."""
     starts, starts_k = scores.cu_seqlens, scores.cu_seqlens_k
     if starts is None or starts_k is None:
         visible = _window(scores, queries, keys, keys - queries, device)

@@ -182,7 +182,7 @@ class _Launches:
             "HEAD_DIM": self.head_dim,
             "BLOCK_D": self.block_d,
             "SCORES": ScoreOptions(
-                CAUSAL=causal and self.queries > 1,  # a single query sees all keys
+                CAUSAL=causal and self.queries > 1,  # a single query attends to all keys
                 WINDOW=windowed,
                 BIAS="slope" if self.sloped else _varying(self.bias_shape),
                 BIAS_ALIGNMENT=1 if bias is None else alignment(bias.element_size(), self.bias_strides[:3]),

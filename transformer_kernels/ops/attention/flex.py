@@ -72,7 +72,8 @@ def flex_attention(
 
     Returns:
         (B, Hq, Lq, Dv) in the dtype of query, accumulated in float32; with return_lse also float32 (B, Hq, Lq) (float64
-        for float64), with return_aux an AuxOutput. A query that sees no key gives 0, an lse of -inf, and no gradient.
+        for float64), with return_aux an AuxOutput. A query without visible keys gives 0, an lse of -inf, and no
+        gradient.
 
     Raises:
         TypeError, ValueError, RuntimeError: invalid arguments; torch.compile.
@@ -173,7 +174,7 @@ def _positions(shape: Shape) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _visible(block_mask: Any, shape: Shape) -> Tensor | None:
-    """Bool, four axes that broadcast to the scores, True = visible; None where every query sees every key."""
+    """Bool, four axes that broadcast to the scores, True = visible; None where every query attends to every key."""
     blocks = block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices
     size = tuple(block_mask.BLOCK_SIZE)
 
@@ -199,7 +200,7 @@ def _in_mask(blocks: Tensor, size: tuple[int, int], shape: Shape) -> Tensor:
 
 
 class Effect(NamedTuple):
-    """What a score_mod does, in the options of `attention`, with the mask of the call."""
+    """A score_mod as options of `attention`, with the mask of the call."""
 
     factor: Any = 1.0  # of the score, a number or a tensor (1 or B, 1 or Hq, 1 or Lq, 1)
     softcap: float | None = None

@@ -1,4 +1,4 @@
-"""What happens to a score between q k^T and softmax: one validated record, the same for every backend."""
+"""The options of attention scores between q k^T and softmax: one validated record, the same for every backend."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformer_kernels.ops import _checks, _operation
 OP = "attention"
 
 Window = int | tuple[int | None, int | None] | None
-"""How far a query sees to either side, or (left, right)."""
+"""The number of visible keys on either side of a query, or (left, right)."""
 
 NO_LIMIT = 1 << 30
 """A reach that hides nothing: longer than any sequence, and sums of two of them stay within 32 bits."""
@@ -24,7 +24,7 @@ class Scores(NamedTuple):
     """Everything between scale * q k^T and softmax; the same record for every backend."""
 
     scale: float
-    left: int  # keys before a query's own position that it sees; NO_LIMIT: all
+    left: int  # visible keys before a query's own position; NO_LIMIT: all
     right: int  # keys after it; causal is right = 0
     softcap: float  # 0.0: none
     bias: Tensor | None  # four axes that broadcast to (B, Hq, Lq, Lk), the last one contiguous or broadcast
@@ -38,7 +38,7 @@ class Scores(NamedTuple):
 
     @property
     def causal(self) -> bool:
-        """Whether a query sees no key after its own position."""
+        """Whether a query has no visible key after its own position."""
         return self.right == 0
 
     @property
@@ -67,7 +67,7 @@ def checked_scores(
 ) -> Scores:
     """The validated record of a call with queries (B, ..., Lq, D), of so many heads, and keys (B, ..., Lk, D).
 
-    `key_ranges` and `mask` are ours: what a mask was recognised as, and one beside a bias.
+    `key_ranges` and `mask` are internal: the structure found in a dense mask, and a mask in addition to a bias.
     """
     _checks.flag(OP, "causal", causal)
     _checks.window(OP, window)
@@ -100,7 +100,7 @@ def checked_scores(
 
 
 def reach(causal: bool, window: Window) -> tuple[int, int]:
-    """How many keys before and after its own position a query sees."""
+    """The number of visible keys before and after a query's own position."""
     if window is None:
         left = right = NO_LIMIT
     elif isinstance(window, tuple):
@@ -176,7 +176,7 @@ def _checked_sequences(name: str, cu_seqlens: Tensor, tokens: int) -> Tensor:
     if torch._C._functorch.is_batchedtensor(cu_seqlens):
         raise RuntimeError(f"{OP}: vmap over {name} is not supported; call it once for each packing")
     if not _operation.is_traced(cu_seqlens):
-        if cu_seqlens.device.type == "cpu":  # numpy may write to it before backward, which no version counter sees
+        if cu_seqlens.device.type == "cpu":  # numpy may write to it before backward without a new version
             cu_seqlens = cu_seqlens.clone()
         check_starts(name, cu_seqlens, tokens)
     return cu_seqlens.contiguous()
@@ -191,7 +191,7 @@ def check_starts(name: str, cu_seqlens: Tensor | None, tokens: int) -> None:
 
 
 def check_when_run(scores: Scores, queries: int, keys: int) -> None:
-    """What a traced call could not check, because its sequences had no values."""
+    """The deferred check of a traced call, in which the sequences had no values."""
     check_starts("cu_seqlens", scores.cu_seqlens, queries)
     check_starts("cu_seqlens_k", scores.cu_seqlens_k, keys)
 

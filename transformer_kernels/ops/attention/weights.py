@@ -72,7 +72,7 @@ def attention_weights(q: Tensor, k: Tensor, **options: Unpack[ScoreOptions]) -> 
 
     Returns:
         (B, Hq, Lq, Lk) in the dtype of q, scores and sums in float32 (float64 for float64). A row sums to 1, less
-        the weight of its sink, or is 0 where the query sees no key.
+        the weight of its sink, or is 0 where the query has no visible key.
 
     Raises:
         TypeError, ValueError, RuntimeError: invalid arguments, with the same message in every backend.
@@ -160,7 +160,7 @@ class _OnSoftmax(Adapter):
 
 
 def _operands(call: AttentionWeightsCall) -> tuple[Tensor, Tensor]:
-    """q and k, at least float32; what is never read is 0, were it NaN.
+    """q and k, at least float32; elements that are never read are 0, even if they were NaN.
 
     With fewer heads of k they are (B, Hk, group, Lq, D) and (B, Hk, 1, Lk, D).
     """
@@ -176,7 +176,7 @@ def _operands(call: AttentionWeightsCall) -> tuple[Tensor, Tensor]:
 
 
 def _without_filler(x: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """x (1, H, L, D) with zeros behind the last sequence."""
+    """x (1, H, L, D) with zeros after the last sequence."""
     return x.masked_fill((torch.arange(x.shape[2], device=x.device) >= cu_seqlens[-1])[:, None], 0.0)
 
 

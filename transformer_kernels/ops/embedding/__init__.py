@@ -217,7 +217,7 @@ def _check_positions(tokens: Tensor, weight: Tensor, positions: Tensor | None, p
 
 
 def _check_rows(tokens: Tensor, weight: Tensor, positions: Tensor | None, position_ids: Tensor | None) -> None:
-    """What a traced call is checked for when it runs: its ids have no values before."""
+    """The deferred check of a traced call, in which ids have no values before it runs."""
     _checks.rows_in_range(OP, "tokens", tokens, weight.shape[0])
     if position_ids is not None and positions is not None:
         _checks.rows_in_range(OP, "position_ids", position_ids, positions.shape[0])

@@ -63,7 +63,7 @@ class Kernels(Compiled):
         return EmbeddingResult(y, mean, rstd)
 
     def _gathered(self, call: EmbeddingCall) -> tuple[Tensor | None, ...]:
-        """What both kernels read: the tables, the indices of their rows, and LayerNorm's weight."""
+        """The inputs of both kernels: the tables, the indices of their rows, and LayerNorm's weight."""
         machine = self._machine
         tokens, position_ids = machine.index(call.tokens), machine.index(call.position_ids)
         return call.weight, tokens, call.positions, position_ids, machine.parameter(call.norm_weight)

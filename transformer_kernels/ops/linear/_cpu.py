@@ -23,7 +23,7 @@ from transformer_kernels.ops.linear import ACTIVATIONS, LinearCall, LinearResult
 from transformer_kernels.ops.linear._products import Gradients, gradients, product, unactivated
 
 SMALL_BATCH = 4
-"""Rows of x up to which reading the weights is what a product costs."""
+"""Rows of x up to which the time of a product is the time to read the weights."""
 MIN_READ = 1 << 18
 """Elements of a weight below which it may be in a cache, and PyTorch's product is called in less time."""
 

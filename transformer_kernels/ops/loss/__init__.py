@@ -1,4 +1,4 @@
-"""Cross-entropy of logits, or of a linear layer without its logits ever in memory at once."""
+"""Cross-entropy of logits, or of a linear layer without storing all of its logits."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ def summed(
 
 
 class LossKernels(Kernels):
-    """What `linear_cross_entropy` asks of a backend's kernels of `cross_entropy`, for chunks of rows."""
+    """The interface of a backend's `cross_entropy` kernels for `linear_cross_entropy`, for chunks of rows."""
 
     makes_ahead = False
     """Whether `forward_with_gradient` computes the gradient of these calls."""

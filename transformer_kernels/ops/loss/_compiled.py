@@ -40,7 +40,7 @@ class Kernels(LossKernels, Compiled):
         self._sum = _sum(machine, self._device, self._rows, call.ignore_index)
 
     def forward(self, call: CrossEntropyCall) -> CrossEntropyResult:
-        """The loss, (maximum, 1 / sum of exponentials) of each row as (2, M), and what a mean is over."""
+        """The loss, (maximum, 1 / sum of exponentials) of each row as (2, M), and the divisor of a mean."""
         return self._forward(call, self._machine.allocator(self._device)(*self._statistics))
 
     def forward_alone(self, call: CrossEntropyCall) -> CrossEntropyResult:
@@ -94,7 +94,7 @@ class Kernels(LossKernels, Compiled):
     def backward(
         self, call: CrossEntropyCall, result: CrossEntropyResult, grads: Grads, wanted: Wanted
     ) -> tuple[Tensor]:
-        """dloss * (softmax - the smoothed target), divided by what a mean is over."""
+        """dloss * (softmax - the smoothed target), divided by the divisor of a mean."""
         _, statistics, count = result
         assert statistics is not None
         dlogits = self._machine.allocator(self._device)(*self._like_logits)

@@ -1,4 +1,4 @@
-"""The output layer and its cross-entropy, whose logits nothing else uses: they are never in memory at once."""
+"""The output layer and its cross-entropy, if nothing else uses the logits: they are never stored as a whole."""
 
 from __future__ import annotations
 

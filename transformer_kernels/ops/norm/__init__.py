@@ -127,7 +127,7 @@ Gradients = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 def rows_of(call: NormCall, result: NormResult) -> Tensor:
-    """What was normalised, for backward."""
+    """The input of the norm, for backward."""
     return call.x if result.summed is None else result.summed
 
 

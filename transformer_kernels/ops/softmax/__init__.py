@@ -68,7 +68,7 @@ def softmax(
     Args:
         x: (..., N), any strides, float32, float16, bfloat16 (float64 with backend="torch").
         mask: bool, broadcasts to x, True = keep; masked elements have weight 0.
-        causal: x is (..., Lq, Lk) and query i sees the keys j <= i + Lk - Lq.
+        causal: x is (..., Lq, Lk) and query i attends to the keys j <= i + Lk - Lq.
         scale: multiplies x.
         backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
 

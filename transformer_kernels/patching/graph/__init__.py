@@ -12,7 +12,7 @@ replaced by this package's operations, and the graph runs eagerly with autograd.
     _equal.py       equal computations become one
     _calls.py       calls of torch.nn.functional; _multi_head.py and _encoder_layer.py those that are several
     _checkpoint.py  parts that are computed again
-    _report.py      what was found
+    _report.py      the report
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["GraphReport", "GraphRoute", "GraphRow", "Shares", "compile", "transf
 
 
 class GraphRoute:
-    """A backend of `torch.compile` that remembers what it found.
+    """A backend of `torch.compile` that records its matches.
 
     Args:
         backend: "torch", "cpu", "triton" or "cuda" computes every match; None: the fastest, PyTorch's own functions
@@ -66,7 +66,7 @@ class GraphRoute:
         return run
 
     def report(self) -> GraphReport:
-        """What was found in the graphs so far; graphs are compiled at the first call."""
+        """The matches in the graphs so far; graphs are compiled at the first call."""
         return report_of(self.outcomes)
 
     def shares(self, run: Callable[[], Any]) -> Shares:

@@ -74,7 +74,7 @@ def _is_value(value: Any) -> bool:
 
 
 def fake(value: Any) -> Any:
-    """What Dynamo knows of a node: a tensor without values, or a symbolic number."""
+    """Dynamo's example value of a node: a fake tensor or a symbolic number."""
     return value.meta.get("example_value") if isinstance(value, fx.Node) else value
 
 
@@ -144,7 +144,7 @@ class Canonical:
         self._given.add(new)
 
     def _forget(self, node: fx.Node, depth: int) -> None:
-        """Expressions of the nodes that use a node may be made of what it was before."""
+        """Drop cached expressions of the nodes that use a node, which may contain its old expression."""
         for user in node.users:
             if depth and user not in self._given:
                 self._known.pop(user, None)

@@ -28,7 +28,7 @@ PARAMETERS = ("x", "width", "heads", "in_weight", "in_bias", "out_weight", "out_
 def visible_keys(mask: Tensor) -> Tensor | None:
     """The mask of torch's function, in which a key with any number but 0 is hidden, True where a key is visible.
 
-    None where a query sees no key, and where values are not read.
+    None where a query has no visible key, and where values are not read.
     """
     if is_traced(mask):
         return None
@@ -95,7 +95,7 @@ PATTERNS = (Pattern("encoder_layer", Call("encoder_layer", *map(Option, PARAMETE
 def trace_masks() -> None:
     """Let Dynamo, with any backend, trace torch.nn's encoders and decoders with masks.
 
-    They compare the values of a mask with a causal one, at which tracing ends. The answer is a hint for faster kernels:
+    They compare the values of a mask with a causal one, at which tracing ends. The result is a hint for faster kernels:
     the mask is passed on in any case. A warning, as about masks of two dtypes, ends tracing too: those whose text is
     known are issued when the program is compiled.
     """

@@ -12,7 +12,7 @@ from transformer_kernels.patching.graph._writes import Writes
 
 
 def merge_equal(graph: fx.Graph, writes: Writes, regions: dict[fx.Node, int]) -> None:
-    """Replace a node by an earlier one with the same operator and arguments, where nothing can tell them apart.
+    """Replace a node by an earlier one with the same operator and arguments, if they are indistinguishable.
 
     Only values without a gradient, in memory that is never written to and that does not leave the graph.
     """

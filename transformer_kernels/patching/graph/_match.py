@@ -138,7 +138,7 @@ class Matcher:
             yield from _given(state.bind(term.name, spelling))
 
     def _spellings(self, value: Any, bound: bool) -> list[Any]:
-        """The value itself and, where it must equal a bound one, what it is a cast of."""
+        """The value itself and, if it must equal a bound one, the inputs of the casts that produced it."""
         found = [value]
         while bound and isinstance(value, fx.Node) and (expression := self.canonical.of(value)).op in TRANSPARENT:
             if rounds(value, expression, None):
@@ -189,7 +189,7 @@ class Matcher:
 
 
 def rounds(value: Any, expression: Expr, consumer: torch.dtype | None) -> bool:
-    """Whether a cast rounds to a dtype that is narrower than both what it is made of and what it is used in."""
+    """Whether a cast rounds to a dtype that is narrower than both its input and its consumer."""
     if expression.op != "cast":
         return False
     before, after = fake(expression.args[0]).dtype, fake(value).dtype

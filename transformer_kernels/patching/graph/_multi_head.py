@@ -44,7 +44,7 @@ def multi_head_attention(
 def _projected(
     query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None, heads: int, backend: str | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values (B, H, L, D): views of one product where they are made of the same tensor."""
+    """Queries, keys and values (B, H, L, D): views of one product if they are projections of the same tensor."""
     width = query.shape[-1]
     groups = [(query, 3)] if key is query and value is key else [(query, 1), (key, 2)]
     if key is not value and len(groups) > 1:
@@ -75,7 +75,7 @@ def _visible(mask: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor) 
 
 
 def _hides_rows(visible: Tensor) -> bool:
-    """Whether a query sees no key, or may where values are not read."""
+    """Whether a query has no visible key, or may where values are not read."""
     if is_traced(visible):
         return True
     hidden = visible.logical_not() if visible.dtype is torch.bool else visible == -torch.inf
@@ -83,7 +83,7 @@ def _hides_rows(visible: Tensor) -> bool:
 
 
 def _as_written(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, p: float) -> Tensor:
-    """As torch computes it where weights are wanted: NaN for a query that sees no key."""
+    """As torch computes it where weights are wanted: NaN for a query without visible keys."""
     if visible.dtype is torch.bool:
         visible = torch.zeros_like(visible, dtype=q.dtype).masked_fill_(visible.logical_not(), -torch.inf)
     weights = (q * q.shape[-1] ** -0.5 @ k.transpose(-1, -2) + visible).softmax(-1)

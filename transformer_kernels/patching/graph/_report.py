@@ -1,4 +1,4 @@
-"""What the graph route found in a program, and where the time of its forward pass goes."""
+"""Matches of the graph route in a program, and where the time of its forward pass goes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class GraphRow(NamedTuple):
 
 @dataclass(frozen=True)
 class GraphReport:
-    """What was found in the graphs that PyTorch compiled. It prints as a table.
+    """Matches in the graphs that PyTorch compiled. It prints as a table.
 
     Attributes:
         graphs: how many graphs there are; a program in one piece has one for inference and one for training.

@@ -1,4 +1,4 @@
-"""One pass over a graph of torch calls: patterns are searched, and what they describe is replaced."""
+"""One pass over a graph of torch calls, which searches for patterns and replaces the matches."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ PATTERNS: tuple[Pattern, ...] = (
 NAMED = {"sdpa": "attention", "mha": "attention"} | {
     name: name for name in ["softmax", "encoder_layer", "layer_norm", "rms_norm", "gelu", "silu", "cross_entropy"]
 }
-"""What is reported where it is left to PyTorch."""
+"""Operations that are reported if they are left to PyTorch."""
 
 
 @dataclass
 class Outcome:
-    """What was found in one graph: counts by operation, and the reasons by (what, name of the node)."""
+    """Matches in one graph: counts by operation, and reasons by (operation, name of the node)."""
 
     matched: dict[str, int] = field(default_factory=dict)
     left: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def add(self, part: Outcome) -> None:
-        """Take in what was found in a part of the graph."""
+        """Add the matches in a part of the graph."""
         for operation, count in part.matched.items():
             self.count(operation, count)
         self.left.update(part.left)
@@ -68,7 +68,7 @@ def roots(term: Term) -> frozenset[str]:
 
 
 def rewrite(graph_module: fx.GraphModule, trains: bool, backend: str | None = None) -> Outcome:
-    """Replace in place what the patterns describe; returns what was found.
+    """Replace matches of the patterns in place; returns the matches.
 
     Args:
         graph_module: a graph of torch calls with Dynamo's fake tensors.

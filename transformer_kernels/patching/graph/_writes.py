@@ -1,7 +1,7 @@
-"""In-place operators of a graph: made functional where the graph owns the memory, so that patterns see values.
+"""In-place operators of a graph: made functional if the graph owns the memory, so that patterns match values.
 
 Dynamo's fake tensors share storage exactly as the real ones will. A storage that the graph allocates and that all its
-nodes see with one shape and stride is a variable: a write makes its next value, and later readers read that one.
+nodes use with one shape and stride is a variable: a write makes its next value, and later readers read that one.
 Other writes (to inputs, through views) stay as they are, and no match contains a value of such a storage.
 """
 
@@ -29,7 +29,7 @@ KEY = "transformer_kernels_in_place"
 
 
 class Writes:
-    """What a graph writes in place; `restore` undoes what this changed and no match has removed."""
+    """The in-place writes of a graph; `restore` undoes the changes that no match has removed."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph

@@ -1,4 +1,4 @@
-"""What the processes of one launch have in common: options, code and data, and the folder of a restarted run."""
+"""State shared by the processes of one launch: options, code and data, and the folder of a restarted run."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def mask_tokens(
 
     Args:
         ids: int64 (B, L) with PAD, CLS and SEP, which are never chosen.
-        generators: one for each sequence, whose masks therefore do not depend on the rest of the batch.
+        generators: one for each sequence, whose masks therefore do not depend on the other sequences of the batch.
     Returns:
         the ids after replacement; the flattened indices of the chosen tokens, int64 (N,), where N depends on B and L
         alone; and the original tokens, int64 (N,), -100 at indices that only fill up to N.
