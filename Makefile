@@ -81,7 +81,7 @@ gpu:
 gpu-plan: $(VENV)/.test
 	$(BIN)/python -m benchmarks.gpu --plan
 
-# What a GPU's record would otherwise compile there, for TRANSFORMER_KERNELS_CUDA_ARCHS (90a): in runs/gpu-kit.
+# Compiles what the record of an H100 or H200 needs into runs/gpu-kit.tar.xz; KIT="--architecture 80" for another GPU.
 gpu-kit: $(VENV)/.test
 	$(BIN)/python -m benchmarks.gpu.kit $(KIT)
 
