@@ -321,7 +321,7 @@ MUTANTS = [
     ),
     # Found by tables of routes, strides and states
     Mutant(
-        f"{OPS}/attention/scores.py",
+        f"{OPS}/attention/_call.py",
         'check_starts("cu_seqlens_k", scores.cu_seqlens_k, keys)',
         'check_starts("cu_seqlens_k", scores.cu_seqlens_k, queries)',
         "tests/ops/test_plan.py -k 'every_route and attention'",

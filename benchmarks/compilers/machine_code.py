@@ -239,7 +239,7 @@ class Flow:
 def loops_of(flow: Flow, capability: Capability, num_warps: int) -> list[Loop]:
     """The innermost loops with matrix products; else those with memory work; else the whole kernel.
 
-    Instructions that an iteration may skip are excluded: the bound applies to the shortest path with all of the work. A
+    Instructions that an iteration may skip are excluded: the bound is that of the shortest path with all of the work. A
     loop with narrow accesses only, over the tail of a row, is ignored.
     """
     loops = flow.loops()

@@ -138,9 +138,9 @@ def serialised(ptx: str) -> tuple[str, ...]:
 def too_wide(ttgir: str) -> tuple[str, ...]:
     """Operands of products in registers whose layout spans more than twice the summed axis of the tile.
 
-    A thread holds `kWidth` adjacent elements, and four threads a row, twice. Triton derives the width from the
-    operations before an operand (see `weight_operand` of the Triton kernels). When executed, products over half of the
-    layout's span are correct and products over a quarter are wrong.
+    A thread holds `kWidth` adjacent elements, and four threads a row, twice. Triton derives the width from what is
+    before an operand (see `weight_operand` of the Triton kernels). Executed, products over half of what the layout
+    spans are right, and those over a quarter are wrong.
     """
     found = set()
     for rows, columns, index, width in re.findall(OPERAND, ttgir):

@@ -8,7 +8,7 @@ namespace transformer_kernels {
 enum ActivationKind : int64_t { RELU, GELU, GELU_TANH, SILU };  // KINDS in _compiled.py
 
 // y = f(x + bias), or, gated, y = f(x) * up.
-// Without up, the rows of x are (2 * columns): up's follow those of the gate.
+// Without up, the rows of x are (2 * columns): first the gate, then up.
 struct ActivationForward {
   int64_t dtype;  // of x, up, y: DTYPE_CODES
   int64_t kind;
@@ -26,8 +26,8 @@ struct ActivationForward {
   }
 };
 
-// dx, and with a place for it dbias; or, gated, dx and dup, which are both in dx without up. x is y for RELU, and then
-// the bias may be absent. `partials`, where it is given: (partial_rows, columns) fp32.
+// dx, and dbias unless its address is null; or, gated, dx and dup, both in dx without up. For RELU x is y, and the bias
+// may be absent. `partials`, if given: (partial_rows, columns) fp32.
 struct ActivationBackward {
   int64_t dtype, kind;
   bool gated;

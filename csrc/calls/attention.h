@@ -31,7 +31,7 @@ struct AngleTables {
 
 // lse (B, Hq, Lq) is a natural log, statistics (B, Hq, 2, Lq) the largest score of a row and the log of the sum of
 // exp(score - largest); on a CPU each may be absent. From scale to cu_seqlens_k these are the fields of
-// ops/attention/scores.py. Strides of the bias and of the slopes are 0 along a broadcast axis; cu_seqlens_k is
+// ops/attention/_call.py. Strides of the bias and of the slopes are 0 along a broadcast axis; cu_seqlens_k is
 // cu_seqlens where keys are packed as the queries are.
 struct AttentionCall {
   int64_t dtype;  // of q, k, v, out and their gradients: DTYPE_CODES
@@ -39,14 +39,14 @@ struct AttentionCall {
   Address lse, statistics;
   int64_t batch, heads, kv_heads, queries, keys, width;
   double scale;
-  int64_t left, right;  // keys before and after its own position that a query sees; causal: right = 0
+  int64_t left, right;  // visible keys before and after a query's own position; causal: right = 0
   double softcap;       // 0: none
   Address bias;
   bool bias_is_float32;                // else of `dtype`
-  Extents<4> bias_sizes, bias_strides;  // sizes: those of the scores, or 1
-  Address mask;  // bytes, 1: visible; strides as those of the bias
+  Extents<4> bias_sizes, bias_strides;  // sizes: of the scores, or 1
+  Address mask;  // bytes, 1: visible; strides as for the bias
   Extents<4> mask_strides;
-  Address key_ranges;  // int32 pairs (B, Hq, Lq, 2): the first key that a query sees and the one behind the last
+  Address key_ranges;  // int32 pairs (B, Hq, Lq, 2): the first visible key and the one after the last
   Extents<3> range_strides;  // in pairs, 0 along a broadcast axis
   Address alibi_slopes;
   Extents<2> slope_strides;                              // of batches and heads

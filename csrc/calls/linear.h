@@ -20,7 +20,7 @@ struct LinearForward {
   }
 };
 
-// dz = dy activation'(saved) and dx = dz weight; with `sum`, fp32, sum = dx + residual in the place of dx.
+// dz = dy activation'(saved) and dx = dz weight; with `sum`, fp32, sum = dx + residual instead of dx.
 struct LinearBackwardData {
   int64_t dtype;
   bool weight_is_float32;

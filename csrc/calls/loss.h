@@ -1,6 +1,6 @@
 // What Python hands to the cross-entropy kernels of a CPU and of a GPU: transformer_kernels/ops/loss/_compiled.py names
 // each field. Targets are int64 (rows,), losses fp32 (rows,), statistics fp32 (2, rows): the largest score of a row and
-// 1 / the sum of its exponentials. weights: fp32 (classes + 1), behind them their mean, or absent;
+// 1 / the sum of its exponentials. weights: fp32 (classes + 1), the last one is their mean, or absent;
 // z_loss, softcap 0: none.
 #pragma once
 #include "types.h"

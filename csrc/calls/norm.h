@@ -6,8 +6,8 @@
 namespace transformer_kernels {
 
 // s = dropout(x) + residual, or x without a residual; y = LayerNorm(s), or without a mean RMSNorm(s).
-// On a CPU, in float32, also what a cast would make of an operand: x may be bfloat16, and y may be absent beside
-// `narrow`, y in bfloat16.
+// On a CPU, in float32, casts are fused: x may be bfloat16, and `narrow`, y in bfloat16, may be written in addition to
+// y or instead of it.
 struct NormForward {
   int64_t dtype;  // of x, residual, summed, y: DTYPE_CODES
   Address x, residual, weight, bias, seed;

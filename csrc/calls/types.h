@@ -1,4 +1,4 @@
-// What the structures of csrc/calls are made of, beside numbers and flags.
+// Field types of the structures in csrc/calls, besides numbers and flags.
 #pragma once
 #include <cstdint>
 

@@ -74,7 +74,7 @@ void use(const std::string& name) {
 
 // Whether each of `count` indices is in [0, limit) or equal to `ignored`.
 bool within(const int64_t* indices, int64_t count, int64_t limit, int64_t ignored) {
-  // Its highest bit: that of the index is set where it is negative, the other where it is too large
+  // Its highest bit is set if an index is negative (its own sign) or too large (the sign of the difference)
   uint64_t stray = 0;
   for (int64_t i = 0; i < count; ++i) {
     const uint64_t index = static_cast<uint64_t>(indices[i]);

@@ -5,7 +5,7 @@
 
 namespace transformer_kernels {
 
-// Asks for pages of 2 MiB, 512 times as few, where a result of so many bytes is about to be written; Linux may refuse.
+// Requests pages of 2 MiB (instead of 4 KiB) for a result of at least this size; Linux may refuse.
 void expect_result(const void* memory, int64_t bytes);
 
 }  // namespace transformer_kernels

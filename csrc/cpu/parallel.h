@@ -14,7 +14,7 @@ int64_t thread_count();
 void run_parallel(int64_t tasks, int64_t threads, void (*run)(void*, int64_t, int64_t), void* data);
 
 // Memory of this thread, aligned to 64 bytes and uninitialised. A slot's memory is valid until the thread asks for the
-// slot again; what was there before may still be there. Slots 0-7 belong to rows, 8-15 to products.
+// slot again; it may contain earlier values. Slots 0-7 belong to rows, 8-15 to products.
 constexpr int SCRATCH_SLOTS = 16;
 void* scratch_bytes(int slot, size_t bytes);
 
@@ -26,7 +26,7 @@ template <class T> inline T* scratch(int slot, int64_t count) {
   return static_cast<T*>(scratch_bytes(slot, static_cast<size_t>(count) * sizeof(T)));
 }
 
-// About what a thread must have to do before it is worth waking: elements read, weighted by what is done to one.
+// The approximate work that makes waking a thread worthwhile: elements read, weighted by the operations per element.
 constexpr int64_t WORK_OF_A_THREAD = 1 << 14;
 
 // Calls f(begin, end) over ranges of the tasks, each of which costs `work` (see WORK_OF_A_THREAD).

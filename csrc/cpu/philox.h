@@ -11,7 +11,7 @@ constexpr int COLUMNS_OF_COUNTER = 8, COLUMNS_OF_GROUP = 64, COUNTERS_OF_GROUP =
 struct Dropout {
   uint64_t seed;
   uint32_t threshold;  // round(p * 2^16): 0 drops nothing, 2^16 everything
-  float scale;         // of what is kept
+  float scale;         // of kept elements
 };
 
 TK_INLINE Dropout make_dropout(const int64_t* seed, double p) {
@@ -72,7 +72,7 @@ TK_INLINE Lanes interleaved(Lanes a, Lanes b, int odd) {
 #endif
 }
 
-// Bits that keep 64 columns, for R groups at once: group r starts at counter `counter + r * counter_step` of row
+// Bits that keep 64 columns, for R groups together: group r starts at counter `counter + r * counter_step` of row
 // `row + r * row_step`. High halves of lanes collect what neither the products nor the last shifts read.
 template <int R>
 TK_INLINE void keep_bits(const Dropout& dropout, uint32_t head, uint32_t row, uint32_t row_step, uint32_t counter,

@@ -4,26 +4,26 @@
 
 namespace transformer_kernels::TK_LEVEL {
 
-// The factors of a row's columns, f32: its cosines and sines (half), or, interleaved, those of each column and of its
-// partner (2 * half), which `spread` makes of them.
+// The factors of a row's columns, f32: its cosines and sines (half), or, interleaved, the factors of each column and
+// of its partner (2 * half), computed by `spread`.
 struct Factors {
-  const float *own, *other;
+  const float *own, *partner;
   int64_t half;
   bool interleaved;
 };
 
 inline Factors spread(const float* cos, const float* sin, int64_t half, float* memory) {
-  float *own = memory, *other = memory + 2 * half;
+  float *own = memory, *partner = memory + 2 * half;
   for (int64_t i = 0; i < half; ++i) {
     own[2 * i] = own[2 * i + 1] = cos[i];
-    other[2 * i] = -sin[i], other[2 * i + 1] = sin[i];
+    partner[2 * i] = -sin[i], partner[2 * i + 1] = sin[i];
   }
-  return {own, other, half, true};
+  return {own, partner, half, true};
 }
 
 // One row, or back where sign is -1; `out` may be x.
 template <class T> TK_INLINE void rotate(const T* x, T* out, const Factors& factors, float sign, int64_t width) {
-  const float *c = factors.own, *s = factors.other;
+  const float *c = factors.own, *s = factors.partner;
   const int64_t half = factors.half;
   const Floats direction = splat(sign);
   if (factors.interleaved) {

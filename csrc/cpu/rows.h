@@ -12,9 +12,9 @@ template <class T> TK_INLINE T* result_at(Address address, int64_t count) {
   return at<T>(address);
 }
 
-// Fetch what is soon read or written, AHEAD of a vector or a row behind it, into the second-level cache: the
-// processor's own prefetching ends with a page of 4 KiB.
-// `u` is that of over_columns: a line that holds several vectors is fetched once.
+// Prefetch data for reading or writing, AHEAD bytes or one row after a vector, into the second-level cache: the
+// hardware prefetcher stops at a page of 4 KiB. `u` is the argument of over_columns: a line with several vectors is
+// prefetched once.
 constexpr int64_t AHEAD = 1024;
 template <class T> TK_INLINE bool begins_line(int u) {
   constexpr int VECTORS = 64 / (WIDTH * static_cast<int>(sizeof(T)));
@@ -30,13 +30,13 @@ template <class T> TK_INLINE void fetch_below(const T* address, int64_t columns,
   if (begins_line<T>(u)) __builtin_prefetch(address + columns, 0, 2);
 }
 
-// Whether results are written past the caches, without the read that a line's first store costs: those of so many
-// bytes, which would leave the second-level caches before they are read, in whole aligned vectors of float32.
+// Whether results bypass the caches (non-temporal stores, without reading the line first): results of at least this
+// size, which would be evicted from the second-level caches before use, in whole aligned vectors of float32.
 constexpr int64_t BYTES_PAST_CACHES = int64_t{8} << 20;
 template <class T>
-TK_INLINE bool goes_past_caches(int64_t rows, int64_t columns, const T* result, const T* other = nullptr) {
+TK_INLINE bool goes_past_caches(int64_t rows, int64_t columns, const T* result, const T* second = nullptr) {
 #if defined(__AVX__)
-  const uintptr_t addresses = reinterpret_cast<uintptr_t>(result) | reinterpret_cast<uintptr_t>(other);
+  const uintptr_t addresses = reinterpret_cast<uintptr_t>(result) | reinterpret_cast<uintptr_t>(second);
   return sizeof(T) == sizeof(float) && rows * columns * static_cast<int64_t>(sizeof(T)) >= BYTES_PAST_CACHES &&
          columns % WIDTH == 0 && addresses % sizeof(Floats) == 0;
 #else
@@ -57,30 +57,30 @@ TK_INLINE void store_result(T* address, Floats value, L lanes, int u, [[maybe_un
   store(address, value, lanes);
 }
 
-// After the last of such stores: other threads see them before what this one writes next.
+// After the last non-temporal store: makes them visible to other threads before later stores of this thread.
 TK_INLINE void finish_results([[maybe_unused]] bool past_caches) {
 #if defined(__AVX__)
   if (past_caches) _mm_sfence();
 #endif
 }
 
-// Of longer rows one of x and of dy is all that stays in the second-level cache between two passes over them.
+// For longer rows only one row of x and of dy stays in the second-level cache between two passes over them.
 constexpr int64_t NEAR_COLUMNS = 32768;
 
 // Slots of scratch memory.
 constexpr int ROW_SLOT = 0, SUMS_SLOT = 1;
 
-// Sums over rows are made over `parts_of(rows)` ranges, and these are added in order: the bits depend on the shape
-// alone. Few rows, which may be long, are still enough for some threads.
-constexpr int64_t ROWS_OF_A_PART = 64, MAX_PARTS = 64, MIN_ROWS_OF_A_PART = 8, FEW_PARTS = 8;
+// Sums over rows are computed over `parts_of(rows)` ranges and added in order: the bits depend on the shape alone. A
+// small number of rows, which may be long, is still split for some threads.
+constexpr int64_t ROWS_OF_A_PART = 64, MAX_PARTS = 64, MIN_ROWS_OF_A_PART = 8, MAX_SMALL_PARTS = 8;
 inline int64_t parts_of(int64_t rows) {
   const int64_t parts = rows / ROWS_OF_A_PART, small = rows / MIN_ROWS_OF_A_PART;
-  if (parts >= FEW_PARTS) return parts < MAX_PARTS ? parts : MAX_PARTS;
-  return small < 1 ? 1 : small < FEW_PARTS ? small : FEW_PARTS;
+  if (parts >= MAX_SMALL_PARTS) return parts < MAX_PARTS ? parts : MAX_PARTS;
+  return small < 1 ? 1 : small < MAX_SMALL_PARTS ? small : MAX_SMALL_PARTS;
 }
 
 // Calls f(sums, begin, end) for each range of rows; sums[0 ... width) starts at 0 and is that range's own.
-// Returns the first range's sums; those of range p begin p * width later.
+// Returns the first range's sums; the sums of range p begin p * width later.
 template <class F> const float* sums_over_rows(int64_t rows, int64_t width, int64_t work, const F& f) {
   const int64_t parts = parts_of(rows);
   float* sums = scratch<float>(SUMS_SLOT, parts * width);
@@ -103,8 +103,8 @@ inline void add_parts(const float* sums, int64_t parts, int64_t width, int64_t c
   });
 }
 
-// Calls f(column, lanes, u, x -> what dropout leaves of x) for the vectors of a row of counters
-// (column / 8, row, 0, 0). SUMMED: u is that of over_sums, else that of over_columns.
+// Calls f(column, lanes, u, x -> dropout(x)) for the vectors of a row of counters (column / 8, row, 0, 0).
+// u is the argument of over_sums if SUMMED, else of over_columns.
 template <bool SUMMED = false, class F>
 TK_INLINE void over_dropped_columns(const Dropout& dropout, uint32_t row, int64_t columns, const F& f) {
   constexpr int GROUPS = 2, VECTORS = COLUMNS_OF_GROUP / WIDTH;
@@ -160,7 +160,7 @@ struct Moments {
   float mean, rstd;
 };
 
-// From the row's sum and, in a second pass, its squares around that mean and what the mean still lacks.
+// From the row's sum and, in a second pass, the squares around that mean and a correction of the mean.
 template <bool CENTRED, class T> TK_INLINE Moments moments(const T* x, float total, int64_t columns, float eps) {
   const float count = static_cast<float>(columns), mean = total / count;
   if constexpr (!CENTRED) return {0.f, 1.f / __builtin_sqrtf(mean + eps)};
@@ -194,8 +194,8 @@ template <int R> TK_INLINE Floats with_pairs(Floats total, const Floats (&terms)
   return total;
 }
 
-// Of R rows that follow each other. Adds them to dweight and, CENTRED, dbias, which are sums of floats:
-// each is read and written once for all R. Each row's own sums are made in VECTORS of SUM_LANES. dy(element, lanes).
+// For R consecutive rows. Adds them to dweight and, CENTRED, dbias, which are sums of floats:
+// each is read and written once for all R. Each row's sums are accumulated in VECTORS of SUM_LANES. dy(element, lanes).
 template <bool CENTRED, int R, int VECTORS, class X, class G>
 TK_INLINE void project(const X* x, const G& dy, const Moments* m, const float* weight, int64_t columns, float* dweight,
                        float* dbias, Projections* projections) {

@@ -5,7 +5,7 @@
 
 namespace transformer_kernels {
 
-void fill_scratch(int64_t word);    // with what memory is filled at each request, -1: it is not
+void fill_scratch(int64_t word);    // the word written to memory at each request; -1: none
 unsigned long long kept_scratch();  // bytes that this thread keeps
 bool denormal_operand();            // whether this thread computed with a denormal operand since it last asked
 

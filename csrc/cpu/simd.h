@@ -1,5 +1,5 @@
 // Vectors of floats as wide as the level's registers. Arithmetic and comparisons are the compiler's vector operators
-// (`a * b`, `a > b ? a : b`); here is what they lack. Contraction is off: a product is fused with a sum only by fma().
+// (`a * b`, `a > b ? a : b`); here are the others. Contraction is off: a product is fused with a sum only by fma().
 //
 // 16-bit elements are widened as they are loaded and rounded to nearest, ties to even, as they are stored.
 #pragma once
@@ -116,9 +116,9 @@ template <class F> TK_INLINE float folded(Floats x, const F& f) {
   return f(x, (Floats)vrev64q_f32((float32x4_t)x))[0];
 #else
   for (int half = WIDTH / 2; half; half /= 2) {
-    Floats other = x;
-    for (int i = 0; i < half; ++i) other[i] = x[i + half];
-    x = f(x, other);
+    Floats upper = x;
+    for (int i = 0; i < half; ++i) upper[i] = x[i + half];
+    x = f(x, upper);
   }
   return x[0];
 #endif
@@ -183,7 +183,7 @@ TK_INLINE Halves rounded(Floats x, Half) {
   return (Halves)vcvt_f16_f32((float32x4_t)x);
 #else
   const Words sign = (Words)x & 0x80000000u, magnitude = (Words)x ^ sign;
-  // Below 2^-14 the unit is 2^-24, which is that of a float in [0.5, 1).
+  // Below 2^-14 the unit is 2^-24, the unit of a float in [0.5, 1).
   const Words small = (Words)((Floats)magnitude + 0.5f) - 0x3F000000u;
   const Words normal = (magnitude - 0x38000000u + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13;
   const Words large = magnitude > 0x7F800000u ? (magnitude >> 13 & 0x3FFu) | 0x7E00u : Words{} + 0x7C00u;
@@ -322,8 +322,8 @@ template <class F> TK_INLINE void over_columns(int64_t columns, const F& f) {
 
 TK_INLINE float largest(const Floats (&x)[4]) { return largest(maximum(maximum(x[0], x[1]), maximum(x[2], x[3]))); }
 
-// Sums over a row have the same bits at every level that fuses: a row is added in vectors of SUM_LANES columns, four in
-// turn and then all to the first, whatever the width of a register, which holds SUM_LANES / PARTS of them.
+// Sums over a row have the same bits at every level with fused multiply-add: vectors of SUM_LANES columns are added to
+// four sums in turn and then all to the first, independent of the width of a register (SUM_LANES / PARTS columns).
 constexpr int SUM_LANES = FUSES ? 16 : WIDTH, PARTS = SUM_LANES / WIDTH, SUMS = 4 * PARTS;
 
 // The same as over_columns, with u the sum's index: 0 ... VECTORS * PARTS - 1 in turn, then 0 ... PARTS - 1.

@@ -1,4 +1,5 @@
-// exp, log, tanh and the normal distribution's tail, in vectors. tests/test_cpu.py holds their bounds over every float32.
+// exp, log, tanh and the normal distribution's tail, in vectors. tests/test_cpu.py tests their bounds for every
+// float32.
 #pragma once
 #include "kernel.h"
 
@@ -42,8 +43,8 @@ TK_INLINE Floats exponential_within(Floats x) {
   return scaled_by_power(e.p, e.n, e.whole);
 }
 
-// e^x: 0 below -104, inf above 88.8, NaN of NaN. Lanes far below (what is masked, or does not exist) are cleared, and
-// are not scaled or computed at 0: a result that underflows costs the processor a hundred cycles.
+// e^x: 0 below -104, inf above 88.8, NaN of NaN. Lanes far below (masked or out of bounds) are cleared, and are
+// computed at 0 or not scaled: a result that underflows takes a hundred cycles.
 TK_INLINE Floats exponential(Floats x) {
 #if defined(__AVX512F__)
   const Power e = power_of_two(minimum(splat(89.f), x));
@@ -57,7 +58,7 @@ TK_INLINE Floats exponential(Floats x) {
 }
 
 // The natural logarithm of a positive normal number, NaN of NaN, inf of inf: Cephes' logf,
-// whose polynomial is of degree 8.
+// with its polynomial of degree 8.
 TK_INLINE Floats logarithm(Floats x) {
   constexpr uint32_t HALF_ROOT = 0x3F3504F3u;  // sqrt(1/2), where the mantissa's range begins
   const Words shifted = (Words)x - HALF_ROOT;

@@ -1,4 +1,4 @@
-// What the build system tells the module about itself. In a file of its own, so that a change of any source recompiles
+// Facts about the build, defined by the build system. In a separate file, so that a change of any source recompiles
 // one line and not all of module.cpp.
 #pragma once
 

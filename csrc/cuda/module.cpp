@@ -1,4 +1,4 @@
-// The module `_kernels`: what the build knows about itself, and the functions of every operation in launchers/.
+// The module `_kernels`: facts about its build, and the functions of every operation in launchers/.
 // Tensors arrive as addresses, sizes and strides, so one build serves every release of torch.
 #include "build_info.h"
 #include "device.h"

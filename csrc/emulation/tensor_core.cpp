@@ -27,7 +27,7 @@ typedef int64_t Longs __attribute__((vector_size(LANES * 8)));
 constexpr uint32_t EXPONENT = 0x7f800000;
 
 struct Core {
-  int terms;          // products that are added at once
+  int terms;          // products that are added in one step
   int fraction_bits;  // kept below the largest exponent
   int zero_exponent;  // exponent of a zero product or accumulator
   int lowest_exponent;  // of an operand: subnormals are not normalised

@@ -7,7 +7,7 @@ namespace transformer_kernels::TK_LEVEL {
 
 namespace {
 
-constexpr int SUMS = 12;  // independent of each other, more than what is under way at a time
+constexpr int SUMS = 12;  // independent of each other, more than are in flight at a time
 
 TK_INLINE void kept(Floats& sum) {
 #if defined(__AVX2__)
@@ -66,7 +66,7 @@ int64_t pair_steps(int64_t rounds) { return float_steps(rounds); }
 
 }  // namespace
 
-// dtype: a code of by_dtype; what the processor does not multiply is widened to float32.
+// dtype: a code of by_dtype; dtypes that the processor cannot multiply are widened to float32.
 // flops (int64_t): of all threads.
 void register_rate(int64_t dtype, int64_t rounds, Address flops) {
   const int64_t threads = thread_count();

@@ -10,7 +10,7 @@
 namespace transformer_kernels::TK_LEVEL {
 
 constexpr float LOG2_E = 1.44269504088896340736f;
-constexpr int64_t NO_LIMIT = 1 << 30;         // of ops/attention/scores.py
+constexpr int64_t NO_LIMIT = 1 << 30;         // of ops/attention/_call.py
 
 struct Options {
   float scale, softcap;  // softcap: 0 without
@@ -23,20 +23,20 @@ inline Options options_of(const AttentionCall& call) {
           make_dropout(at<const int64_t>(call.seed), call.dropout_p), aligned(call.width, WIDTH)};
 }
 
-// The call with those tensors marked whose rows its angles rotate.
+// The call with the tensors marked that its angles rotate.
 inline AttentionCall with_rotations(AttentionCall call) {
   call.q.rotated = call.k.rotated = call.dq.rotated = call.dk.rotated = call.angles.cos != 0;
   return call;
 }
 
-// Into how many tasks the blocks of one owner are cut, so that threads share the work evenly. No result depends on it.
+// The number of tasks into which the blocks of one owner are split for load balance. No result depends on it.
 inline int64_t parts_of(int64_t owners, int64_t blocks) {
   constexpr int64_t TASKS_OF_A_THREAD = 4;
   const int64_t wanted = TASKS_OF_A_THREAD * thread_count();
   return owners >= wanted || thread_count() < 2 ? 1 : smaller(blocks, (wanted + owners - 1) / owners);
 }
 
-// What is computed alone: a batch, or one of the packed sequences, whose queries and keys begin at these rows.
+// A range that is computed independently: a batch, or one packed sequence, with the first rows of its queries and keys.
 struct Span {
   int64_t batch, first_query, queries, first_key, keys;
 };
@@ -78,15 +78,15 @@ inline Keys keys_of(const AttentionCall& call, const Span& span, int slot) {
   return {span.first_key, count, leading ? nullptr : position, rank};
 }
 
-// The queries in the lanes of one block: which head and row each is, and the packed keys [low, high) that it sees.
+// The queries in the lanes of one block: head, row and visible packed keys [low, high) of each lane.
 // Query heads that share a key head are consecutive, so that a block may contain several of them.
 template <int REGISTERS>
 struct Block {
   static constexpr int SIZE = REGISTERS * WIDTH;
   alignas(64) int32_t head[SIZE], query[SIZE], low[SIZE], high[SIZE];
   int64_t count;                     // lanes that are used; the others repeat the first
-  int64_t any_low, any_high;         // keys that some lane sees
-  int64_t all_low, all_high;         // keys that all lanes see
+  int64_t any_low, any_high;         // keys visible to any lane
+  int64_t all_low, all_high;         // keys visible to all lanes
   TK_INLINE int registers() const { return static_cast<int>((count + WIDTH - 1) / WIDTH); }  // with used lanes
 };
 
@@ -141,14 +141,14 @@ inline void set_block(Block<REGISTERS>& block, const AttentionCall& call, const 
   block.any_high = most_high > least_low ? most_high : least_low;
 }
 
-// Which lanes of register n see the key.
+// The lanes of register n to which the key is visible.
 template <int REGISTERS> TK_INLINE auto sees(const Block<REGISTERS>& block, int n, int64_t key) {
   const Ints position = splat_int(static_cast<int32_t>(key));
   return (position >= load_ints(block.low + n * WIDTH)) & (position < load_ints(block.high + n * WIDTH));
 }
 
-// The largest score of a row, -inf where it sees no key;
-// `queries` floats behind it the log of its sum of exp(score - largest).
+// The largest score of a row, -inf if it has no visible key;
+// `queries` floats later, the log of its sum of exp(score - largest).
 TK_INLINE float* statistics_of(const AttentionCall& call, int64_t batch, int64_t head, int64_t query) {
   return at<float>(call.statistics) + (batch * call.heads + head) * 2 * call.queries + query;
 }
@@ -171,12 +171,12 @@ TK_INLINE void rotate_row(const AttentionCall& call, const T* x, T* out, int64_t
   rotate(x, out, factors, sign, call.width);
 }
 
-// Memory for one rotated row; none where rows are read in place.
+// Memory for one rotated row; null if rows are read in place.
 template <class T> TK_INLINE T* memory_of_row(const AttentionCall& call, const View& tensor) {
   return tensor.rotated ? scratch<T>(ROTATED_SLOT, call.width) : nullptr;
 }
 
-// A row as it is to be read: in place, or rotated in `memory`.
+// The row to read: in place, or rotated in `memory`.
 template <class T>
 TK_INLINE const T* source_row(const AttentionCall& call, const View& tensor, int64_t batch, int64_t head, int64_t row,
                               T* memory) {
@@ -194,7 +194,7 @@ TK_INLINE void finish_row(const AttentionCall& call, const View& gradient, int64
   rotate_row(call, written, written, batch, row, -1.f);
 }
 
-// One row as float32, zeros behind it up to whole registers.
+// One row as float32, padded with zeros to whole registers.
 template <class T> TK_INLINE void widen_row(const T* from, int64_t width, float* to) {
   int64_t d = 0;
   for (; d + WIDTH <= width; d += WIDTH) store(to + d, load(from + d));
@@ -233,10 +233,10 @@ TK_INLINE void fetch(const AttentionCall& call, const View& tensor, int64_t batc
   }
 }
 
-// Products that one register adds up; the scores of wider heads are sums of such.
+// Products that one register accumulates; the scores of wider heads are sums of such partial sums.
 constexpr int64_t MAX_SCORE_SUM = 128;
 
-// C = A B with A's rows `a_row` apart, where no register adds up more than `longest` of the K products.
+// C = A B with row stride `a_row` of A, where no register accumulates more than `longest` of the K products.
 TK_INLINE void product_in_pieces(int64_t longest, const float* a, int64_t a_row, const float* b, int64_t b_row,
                                  float* c, int64_t c_row, int64_t M, int64_t registers, int64_t K, Fetches* fetches) {
   const int64_t first = smaller(K, longest);
@@ -245,7 +245,7 @@ TK_INLINE void product_in_pieces(int64_t longest, const float* a, int64_t a_row,
     product<true>(a + k, {a_row, 1}, b + k * b_row, b_row, c, c_row, M, registers, smaller(longest, K - k), fetches);
 }
 
-// Rows of float32 and their distance.
+// Rows of float32 and their stride.
 struct Matrix {
   const float* data = nullptr;
   int64_t row = 0;
@@ -253,14 +253,14 @@ struct Matrix {
 };
 
 // Whether products can read the rows of a head in place.
-// Multiples of 2 KiB apart they would share few lines of the caches.
+// Strides that are multiples of 2 KiB would map the rows to few cache sets.
 TK_INLINE bool has_readable_rows(const AttentionCall& call, const View& tensor, int64_t pitch) {
   constexpr int64_t CONFLICT = 512;  // floats
   return call.dtype == FLOAT32 && !tensor.rotated && call.width == pitch &&
          (tensor.row == pitch || tensor.row % CONFLICT);
 }
 
-// The packed keys of a tensor where they can be read in place, else none.
+// The packed keys of a tensor if they can be read in place, else null.
 TK_INLINE Matrix keys_in_place(const AttentionCall& call, const View& tensor, int64_t batch, const Keys& keys,
                                int64_t kv_head, int64_t pitch) {
   const bool readable = has_readable_rows(call, tensor, pitch) && !keys.position;
@@ -294,7 +294,7 @@ inline void widen_queries(const AttentionCall& call, const View& tensor, int64_t
     for (int64_t d = 0; d < pitch; d += WIDTH) store(packed + i * pitch + d, splat(0.0f));
 }
 
-// The same in `packed` or, where they can be read, in place.
+// The same in `packed`, or in place if possible.
 template <int REGISTERS>
 inline Matrix rows_of_queries(const AttentionCall& call, const View& tensor, int64_t batch,
                               const Block<REGISTERS>& block, int64_t pitch, float* packed) {
@@ -348,7 +348,7 @@ inline void draw_keys(const AttentionCall& call, const Dropout& dropout, int64_t
   }
 }
 
-// An element of a mask, which is read as what it adds to a score: 0 where it shows a key, -inf where it hides it.
+// An element of a mask, read as a term of the score: 0 for a visible key, -inf for a hidden one.
 struct Shown {
   uint8_t byte;
 };
@@ -378,7 +378,7 @@ template <class F> TK_INLINE void by_dtype(const Added& added, const F& f) {
   by_dtype(added.dtype, f);
 }
 
-// Scores of the packed keys [from, to) and the lanes of register n become scale * score + what is added.
+// Scores of the packed keys [from, to) and the lanes of register n become scale * score + bias, mask and ALiBi terms.
 template <int REGISTERS>
 inline void add_to_scores(const Added& added, int64_t batch, const Keys& keys, const Block<REGISTERS>& block, int n,
                           float scale, int64_t from, int64_t to, float* scores) {
@@ -428,7 +428,7 @@ inline void add_distances(const AttentionCall& call, const Span& span, const Key
 }
 
 // A register of each of `rows` rows becomes softcap * tanh(scale * product / softcap);
-// slopes, if wanted, the derivative of what is capped.
+// slopes, if wanted, the derivative of the cap.
 inline void cap_scores(const Options& options, int64_t rows, int64_t pitch, float* scores, float* slopes) {
   const Floats inner = splat(__builtin_fabsf(options.scale) / options.softcap), outer = splat(options.softcap);
   for (int64_t i = 0; i < rows * pitch; i += pitch) {
@@ -463,7 +463,7 @@ inline void adjust_scores(const AttentionCall& call, const Options& options, con
   if (call.alibi_slopes) add_distances(call, span, keys, block, n, scale, from, to, scores);
 }
 
-// Masks the scores of keys [key, key + rows) in the lanes that do not see them.
+// Masks the scores of keys [key, key + rows) in the lanes to which they are not visible.
 template <int REGISTERS>
 inline void mask_keys(const Block<REGISTERS>& block, int64_t key, int64_t from, int64_t to, float* KQ) {
   for (int64_t row = from; row < to; ++row)
@@ -490,7 +490,7 @@ TK_INLINE void write_sums(const AttentionCall& call, int64_t batch, int64_t head
   statistics[0] = top, statistics[call.queries] = log_sum;
 }
 
-// Tokens behind the last of packed sequences see nothing.
+// Zeros for tokens after the last packed sequence, which attend to no key.
 inline void clear_unattended(const AttentionCall& call) {
   by_dtype(call.dtype, [&](auto type) {
     using T = typename decltype(type)::type;

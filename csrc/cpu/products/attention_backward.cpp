@@ -1,5 +1,5 @@
 // Gradients of attention: weights recomputed tile by tile (Dao 2023, algorithm 2), from a row's largest score and the
-// log of its sum, which are kept apart: their sum, lse, would lose the log where scores are large.
+// log of its sum, which are stored separately: their sum, lse, would lose the log where scores are large.
 #include "attention_backward.h"
 
 namespace transformer_kernels::TK_LEVEL {
@@ -51,14 +51,14 @@ void load_block(QueryBlock& block, const AttentionCall& call, const Options& opt
   set_ranges(block);
 }
 
-// How a weight is made of a score.
+// Conversion of a score to a weight.
 struct Weighing {
-  float factor, keep;  // of a score, which becomes natural, and of a weight that dropout keeps
+  float factor, keep;  // of a score, which becomes a natural exponent, and of a weight kept by dropout
   bool dropped;
 };
 
 // S^T and dP^T of rows [from, to) and one register -> dropped P^T, dS^T;
-// HIDDEN: some lanes do not see some of the keys.
+// HIDDEN: some keys are masked in some lanes.
 template <bool HIDDEN>
 inline void differentiate(const QueryBlock& block, const Weighing& how, int n, int64_t key, int64_t from, int64_t to,
                           Tile& tile) {
@@ -79,9 +79,9 @@ inline void differentiate(const QueryBlock& block, const Weighing& how, int n, i
   }
 }
 
-// The same where the tile holds every key that the queries of a register see, all of them those of
-// [whole_from, whole_to): the sum of a query's weights and sum(out dout) are those of this tile, so that they
-// cancel the rounding of its scores.
+// The same if the tile contains all visible keys of a register's queries, which are [whole_from, whole_to) for each of
+// them: a query's sum of weights and sum(out dout) are computed from this tile, so that they cancel the rounding of its
+// scores.
 inline void differentiate_whole(const QueryBlock& block, const Weighing& how, int n, int64_t key, int64_t whole_from,
                                 int64_t whole_to, Tile& tile) {
   const Floats keep = splat(how.keep), none = splat(0.f), lowest = splat(-INFINITY);
@@ -110,7 +110,7 @@ inline void differentiate_whole(const QueryBlock& block, const Weighing& how, in
   }
 }
 
-// S^T and dP^T of registers n and n + 1: of the keys that both see, and of those that only one sees.
+// S^T and dP^T of registers n and n + 1: for the keys visible to both, then for the keys visible to one.
 template <class Operands>
 void score_pair(const AttentionCall& call, const Operands& operands, const QueryBlock& block, int n, Tile& tile) {
   const auto score = [&](int64_t from, int64_t to, int first, int count) {
@@ -128,8 +128,8 @@ void score_pair(const AttentionCall& call, const Operands& operands, const Query
   score(to, larger(high[0], high[1]), high[0] > high[1] ? n : n + 1, 1);
 }
 
-// P^T and dS^T of a block of queries and the packed keys [key, key + rows), 0 where a query does not see a key. False
-// where none sees any.
+// P^T and dS^T of a block of queries and the packed keys [key, key + rows), 0 where a key is masked. False
+// if all are masked.
 template <class Operands>
 bool fill_tile(const AttentionCall& call, const Options& options, const Span& span, const Keys& keys, int64_t key,
                int64_t rows, const Operands& operands, QueryBlock& block, Tile& tile) {
@@ -164,7 +164,7 @@ bool fill_tile(const AttentionCall& call, const Options& options, const Span& sp
   return true;
 }
 
-// dS^T of capped scores -> that of what was capped.
+// dS^T of capped scores -> dS^T of the scores before the cap.
 void uncap(Tile& tile) {
   for (int n = 0; n < REGISTERS; ++n)
     for (int64_t at = tile.low[n] * SIZE + n * WIDTH; at < tile.high[n] * SIZE; at += SIZE)
@@ -187,7 +187,7 @@ void write_key_gradients(const AttentionCall& call, const Options& options, cons
   }
 }
 
-// Zeros for the gradients of the rows [from, to) of a head that nothing sees; with ranks, only for those padding hides.
+// Zeros for the gradients of unattended rows [from, to) of a head; with ranks, only for padded rows.
 template <class T>
 void clear(const AttentionCall& call, const View& tensor, int64_t batch, int64_t head, int64_t from, int64_t to,
            const int32_t* rank) {
@@ -196,22 +196,22 @@ void clear(const AttentionCall& call, const View& tensor, int64_t batch, int64_t
     if (!rank || rank[i + 1] == rank[i]) memset(row_of<T>(tensor, batch, head, from + i), 0, sizeof(T) * call.width);
 }
 
-// What a task computes: every `parts`-th chunk of the keys, or every `parts`-th block of the queries, or all of both.
+// The share of a task: every `parts`-th chunk of the keys, or every `parts`-th block of the queries, or all of both.
 struct Share {
   bool queries, keys;  // whose gradients
   int64_t part, parts;
 };
 
 // The current tile of a task: block `index` of `blocks` and the `rows` keys from `key` on, which are cached in this
-// pass; the next pass replaces them by those from `next_key` on.
+// pass; the next pass replaces them by the keys from `next_key` on.
 struct Step {
   int64_t key, rows, next_key, index, blocks;
   bool first_pass, last_pass;
 };
 
-// A tile's part of what its products fetch, close to its use, so that it is not replaced before: what the next block of
-// queries reads (after the last, the next owner's first), the keys of the next pass or owner,
-// and the gradients that are about to be written.
+// Prefetches during a tile's products, shortly before use so that the lines are not evicted: the operands of the next
+// block of queries (after the last, the next owner's first), the keys of the next pass or owner, and the gradients that
+// are written next.
 void fetch_ahead(const AttentionCall& call, const Span& span, const Keys& keys, int64_t kv_head, const Step& step,
                  const QueryBlock* blocks, const Share& share, Fetches& fetches) {
   const int64_t group = call.heads / call.kv_heads;
@@ -320,7 +320,8 @@ void backward_task(const AttentionCall& call, const Options& options, const Span
   });
 }
 
-// Where threads would be idle, gradients of keys and of queries are made apart, at the cost of two products of seven.
+// If threads would be idle, gradients of keys and of queries are computed separately, which repeats two of seven
+// products.
 template <class Operands> void backward(const AttentionCall& call, const Options& options) {
   const int64_t owners = span_count(call) * call.kv_heads, threads = thread_count();
   const int64_t rows = call.heads / call.kv_heads * call.queries, rounds = (owners + threads - 1) / threads;
@@ -355,7 +356,7 @@ void clear_filler(const AttentionCall& call) {
   });
 }
 
-// Adds a tile's dS to the bias's gradient, in whose shape a broadcast axis has size 1.
+// Adds a tile's dS to the gradient of the bias, which has size 1 along a broadcast axis.
 void add_bias_gradient(const AttentionCall& call, const Keys& keys, const QueryBlock& block, const Tile& tile,
                        int64_t key, int64_t rows, float* dbias) {
   const int64_t *sizes = call.bias_sizes.at, columns = sizes[3];

@@ -11,7 +11,7 @@ constexpr int64_t SIZE = 64;             // queries of a tile
 constexpr int REGISTERS = SIZE / WIDTH;
 using Queries = Block<REGISTERS>;
 constexpr int64_t CHUNK = 64;            // keys of a tile
-constexpr int64_t SLACK = 16;            // rows between buffers, which pages apart would share few sets of a cache
+constexpr int64_t SLACK = 16;            // rows between buffers: at page multiples they would share few cache sets
 constexpr int64_t SMALL_BLOCK = 16;      // queries
 constexpr int64_t SHORT_SUM = 16;        // columns that one register adds up for a small block
 // Floats of keys, of values and of each one's gradients that stay in the second-level cache with a block of queries:
@@ -20,11 +20,11 @@ constexpr int64_t CACHED_FLOATS = 32768;
 
 enum Slot { POSITIONS = 8, CHUNK_ROWS, TILE, QUERY_BLOCKS, LANES_OF_BLOCKS };
 
-// A block of queries: what each lane sees, and what is known of it. Operands keep more in `memory`.
+// A block of queries: visible keys and statistics of each lane. Operands store more in `memory`.
 struct QueryBlock {
   Queries lanes;
   int64_t any_low[REGISTERS], any_high[REGISTERS], all_low[REGISTERS], all_high[REGISTERS];
-  bool whole;                   // no key that some lane sees is in another tile than the others
+  bool whole;                   // all keys visible to any lane are in one tile
   // (SIZE): largest score, +inf in rows without keys; log of the sum; sum(out dout), unless whole, - dlse
   float *base, *log_sum, *delta;
   Matrix q, dout;               // (SIZE, pitch), of Wide: in `memory`, or the call's in place
@@ -37,7 +37,7 @@ struct Tile {
   float *weights, *gradients;  // (CHUNK + SLACK, SIZE): S^T then P^T, dP^T then dS^T
   float* cap_slopes;           // (CHUNK, SIZE), null where scores are not capped
   uint16_t* bits;              // (CHUNK, REGISTERS)
-  int64_t low[REGISTERS], high[REGISTERS];  // the rows that some lane of a register sees
+  int64_t low[REGISTERS], high[REGISTERS];  // the rows visible to any lane of a register
   explicit Tile(bool capped) {
     const int64_t size = (CHUNK + SLACK) * SIZE, slopes = capped ? CHUNK * SIZE : 0;
     weights = scratch<float>(TILE, 2 * size + slopes + CHUNK * REGISTERS / 2);
@@ -48,7 +48,7 @@ struct Tile {
   bool is_empty(int n) const { return low[n] >= high[n]; }
 };
 
-// Calls f(begin, end, first, last) for runs of rows in steps of STEP, of which registers [first, last) see some.
+// Calls f(begin, end, first, last) for runs of rows in steps of STEP, some of them visible to registers [first, last).
 template <int STEP, class F> TK_INLINE void over_key_runs(const Tile& tile, int64_t rows, const F& f) {
   int64_t begin = 0;
   int first = 0, last = 0;
@@ -66,7 +66,7 @@ template <int STEP, class F> TK_INLINE void over_key_runs(const Tile& tile, int6
   if (first < last) f(begin, aligned(rows, STEP), first, last);
 }
 
-// Calls f(n, count) for neighbouring registers that see the same keys, and some.
+// Calls f(n, count) for adjacent registers with the same visible keys, at least one.
 template <class F> TK_INLINE void over_query_runs(const Tile& tile, const F& f) {
   for (int n = 0, end; n < REGISTERS; n = end) {
     for (end = n + 1; end < REGISTERS && tile.low[end] == tile.low[n] && tile.high[end] == tile.high[n];) ++end;
@@ -74,8 +74,8 @@ template <class F> TK_INLINE void over_query_runs(const Tile& tile, const F& f) 
   }
 }
 
-// Scratch buffers in float32: keys, values and their gradients of all cached chunks, and those of one; of a block of
-// queries q and dout, both also transposed, and dq.
+// Scratch buffers in float32: keys, values and their gradients, for all cached chunks and for one; q and dout of a
+// block of queries, both also transposed, and dq.
 struct Wide {
   static constexpr int SCORE_ROWS = 1, ROWS = 8;  // keys whose scores, and whose gradients, are computed together
   int64_t pitch, size;            // floats in a row, and of each tensor in `buffers`
@@ -134,7 +134,7 @@ struct Wide {
     multiply(keys, q_transposed(block), tile.weights), multiply(values, dout_transposed(block), tile.gradients);
   }
 
-  // Weights and gradients of scores that no lane sees, up to whole groups or registers of rows, become 0.
+  // Weights and gradients of fully masked scores, up to whole groups or registers of rows, become 0.
   void complete(int64_t rows, Tile& tile) const {
     for (int n = 0; n < REGISTERS; ++n)
       for (int64_t row = 0; row < aligned(rows, larger(ROWS, SUM_LANES)); ++row)
@@ -143,7 +143,7 @@ struct Wide {
               store(tile.gradients + row * SIZE + n * WIDTH, splat(0.f));
   }
 
-  // dV += P^T dO and dK += dS^T Q, from the registers that see some of a group of keys.
+  // dV += P^T dO and dK += dS^T Q, from the registers with visible keys in a group.
   void add_key_gradients(const AttentionCall& call, int64_t rows, const QueryBlock& block, const Tile& tile) const {
     over_key_runs<ROWS>(tile, rows, [&](int64_t begin, int64_t end, int first, int last) TK_LAMBDA {
       const int64_t query = first * WIDTH, from = begin * SIZE + query, depth = (last - first) * WIDTH;

@@ -74,7 +74,7 @@ template <int M, class T> struct DecodeQueries {
       for (int m = 0; m < M; ++m) scores[m * SPLIT_KEYS + i + r * stride] = sum(total[r][m]);
   }
 
-  // Adds the values of rows i, i + apart ... (R of them), i < end, in N registers from column d on.
+  // Adds the values of rows i, i + stride, ... (R of them), i < end, in N registers from column d on.
   template <int R, int N, class L> TK_INLINE void add(int64_t i, int64_t end, int64_t stride, int64_t d,
                                                       L lanes) const {
     Floats total[M][N] = {};

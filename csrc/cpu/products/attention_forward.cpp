@@ -9,7 +9,7 @@ namespace {
 
 constexpr int64_t CHUNK = 128;        // keys whose scores exist at one time
 constexpr int64_t ROW_GROUP = 8;      // float32 keys, of which chunks begin at a multiple
-constexpr int64_t SLACK = 16;         // rows behind the scores: buffers pages apart would share few sets of a cache
+constexpr int64_t SLACK = 16;         // rows after the scores: buffers at page multiples share few cache sets
 // Blocks of queries that share each chunk of keys where keys and values exceed the second-level cache, and that size.
 constexpr int64_t SHARING_BLOCKS = 4, CACHED_FLOATS = 65536;
 
@@ -44,8 +44,9 @@ inline bool has_nonfinite(const Bfloat16* rows, int64_t count, int64_t pitch, in
 }
 #endif
 
-// 0 * NaN is NaN, so a weight of 0 does not hide a value: non-finite packed values become zeros, and queries that see
-// one of them get NaN (`propagate_nonfinite`). For keys that all lanes of a block see this changes inf to NaN at most.
+// 0 * NaN is NaN, so a weight of 0 does not hide a value: non-finite packed values become zeros, and queries that
+// attend to one of them get NaN (`propagate_nonfinite`). For keys visible to all lanes of a block this at most changes
+// inf to NaN.
 template <class T>
 inline bool clear_nonfinite(T* values, int64_t count, int64_t pitch, uint8_t* nonfinite) {
   constexpr int64_t GROUP = 16;
@@ -64,7 +65,7 @@ inline bool clear_nonfinite(T* values, int64_t count, int64_t pitch, uint8_t* no
 }
 
 // Scratch buffers of one thread in float32, as ggml names them: K and V as rows, all `key_rows` of a task or, where
-// each is read once (`streamed`), those of one chunk; Q of a block transposed;
+// each is read once (`streamed`), the rows of one chunk; Q of a block transposed;
 // KQ, the scores, which become weights; VKQ, the sums.
 template <int LANE_REGISTERS> struct Wide {
   static constexpr int REGISTERS = LANE_REGISTERS;
@@ -72,7 +73,7 @@ template <int LANE_REGISTERS> struct Wide {
   int64_t pitch;  // floats in a packed row
   bool streamed;
   float *keys, *values;                        // (key_rows, pitch)
-  Matrix rows_of_keys, rows_of_values;         // those, or where the call's lie
+  Matrix rows_of_keys, rows_of_values;         // the rows above, or the call's in place
   float *queries, *KQ, *blocks;  // (SIZE, pitch), (CHUNK, SIZE), of each block:
   float *transposed, *VKQ;          // (pitch, SIZE), (SIZE, pitch)
   uint16_t* bits;                    // (CHUNK, REGISTERS)
@@ -259,9 +260,9 @@ template <int LANE_REGISTERS> struct Pairs {
 };
 #endif
 
-// Scores -> weights relative to the running maximum in the first REGISTERS registers; alpha: what earlier sums are
-// multiplied by. The maximum is taken off before the change of base, which keeps the bits of large weights, and a bias
-// of the lowest number finite.
+// Scores -> weights relative to the running maximum in the first REGISTERS registers; alpha: the factor of earlier
+// sums. The maximum is subtracted before the change of base, which preserves the bits of large weights and keeps a bias
+// of the lowest finite number finite.
 template <int REGISTERS, class Operands>
 inline void online_softmax(State<Operands::REGISTERS>& state, float factor, int64_t rows, bool dropped,
                            Operands& operands, float* alpha) {
@@ -319,7 +320,7 @@ inline void propagate_nonfinite(const Block<REGISTERS>& block, int64_t key, int6
       state.S[n] = sees(block, n, key + row) ? splat(NAN) : state.S[n];
 }
 
-// Which values are non-finite, where some query does not see every key.
+// Flags of non-finite values, if some keys are masked.
 struct NonFinite {
   uint8_t* rows;
   bool any = false;
@@ -328,8 +329,7 @@ struct NonFinite {
                                                                           : nullptr) {}
 };
 
-// A block of queries and the state of its softmax over the packed keys [first, end) that it sees,
-// of which `next` is the next.
+// A block of queries and the state of its softmax over its visible packed keys [first, end); `next` is the next one.
 template <int REGISTERS> struct QueryTile {
   Block<REGISTERS> block;
   State<REGISTERS> state;
@@ -418,7 +418,7 @@ void forward_task(const AttentionCall& call, const Options& options, int64_t tas
             key_position);
       fetch(call, call.v, span.batch, next_owner(call.v, call.kv_heads, kv_head, 1), from, to, operands.fetches,
             key_position);
-      // The next queries that use the buffers of this block, after the last ones those of the next owner.
+      // The next queries that use the buffers of this block; after the last ones, the next owner's.
       const int64_t next = begin + sharing * step, next_row = next < rows ? next : part * SIZE + i * step;
       fetch(call, call.q, span.batch, next < rows ? 0 : next_owner(call.q, call.kv_heads, kv_head, group), next_row,
             smaller(next_row + SIZE, rows), operands.fetches, [&](int64_t r) TK_LAMBDA {
@@ -453,7 +453,7 @@ template <int REGISTERS> struct Split {
         size(2 * SIZE + rows * pitch) {}
   float* memory(int64_t owners) const { return scratch<float>(PARTIAL, owners * pieces * size); }
 
-  // The same as `piece` while decoding: all queries see the same keys.
+  // The same as `piece` while decoding: all queries attend to the same keys.
   void decode(const AttentionCall& call, const Options& options, const Span& span, const Keys& keys, int64_t kv_head,
               const QueryTile<REGISTERS>& tile, float* result) const {
     const int64_t pitch = options.pitch;
@@ -528,8 +528,8 @@ template <class Operands> void forward(const AttentionCall& call, const Options&
   });
 }
 
-// A task is an owner or, where these are few, a piece; so that the pieces in memory at a time are those of an owner of
-// each thread or of few owners.
+// A task is an owner or, if there are fewer owners than threads, a piece. The pieces stored at a time then belong to
+// one owner per thread, or to few owners.
 template <int REGISTERS> void split_forward(const AttentionCall& call, const Options& options) {
   const int64_t owners = span_count(call) * call.kv_heads;
   const Split<REGISTERS> split(call, options.pitch);

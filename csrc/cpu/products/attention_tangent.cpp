@@ -1,5 +1,5 @@
-// out and lse of attention and their tangents dout and dlse, for those of q, k and v (dq, dk and dv of the call): the
-// forward pass, in which each score s has a tangent s' = scale (k q' + k' q). Of weights w = exp(s),
+// out and lse of attention and their tangents dout and dlse, given the tangents of q, k and v (dq, dk and dv of the
+// call): the forward pass, in which each score s has a tangent s' = scale (k q' + k' q). Of weights w = exp(s),
 // lse' = sum(w s') / sum(w) and out' = (sum(w s' v) + sum(w v')) / sum(w) - lse' out.
 #include "attention.h"
 
@@ -7,7 +7,7 @@ namespace transformer_kernels::TK_LEVEL {
 namespace {
 
 constexpr int64_t CHUNK = 64;  // keys whose scores exist at one time
-constexpr int64_t SLACK = 16;  // rows between buffers, which pages apart would share few sets of a cache
+constexpr int64_t SLACK = 16;  // rows between buffers: at multiples of a page they would share few cache sets
 
 enum Slot { POSITIONS = 8, KEY_ROWS, WORKSPACE };
 
@@ -69,7 +69,7 @@ template <int LANE_REGISTERS> struct Tile {
                     smaller(MAX_SCORE_SUM, call.width - d), nullptr);
   }
 
-  // Adds the values and their tangents of keys [key, key + count), after what was added was multiplied by alpha.
+  // Multiplies the sums by alpha, then adds the values and their tangents of keys [key, key + count).
   void add_values(const AttentionCall& call, const Block<REGISTERS>& block, int64_t key, int64_t count,
                   const float* alpha) const {
     const int64_t used = block.count < 4 ? block.count : aligned(block.count, 4);  // lanes whose sums are wanted
@@ -86,8 +86,8 @@ template <int LANE_REGISTERS> struct Tile {
   }
 };
 
-// Scores and their tangents -> what values are multiplied by, relative to the largest score so far, in register n;
-// alpha: what earlier sums are multiplied by.
+// Scores and their tangents -> the factors of the values, relative to the largest score so far, in register n;
+// alpha: the factor of earlier sums.
 template <class Tile>
 void weigh(const AttentionCall& call, const Options& options, int n, int64_t count, const Tile& tile,
            Sums<Tile::REGISTERS>& sums, float* alpha) {

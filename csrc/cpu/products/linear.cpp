@@ -13,44 +13,44 @@ namespace {
 enum Slot { PANELS = 8, RESULT, SUMS, LEFT, PRODUCT };
 
 constexpr int64_t ROWS_OF_BLOCK = 48;  // rows of the left operand that are multiplied with one panel after the other
-// Products that one register accumulates; longer sums are made of such. With 512 the error exceeds twice that of MKL at
-// K = 1024.
-// A panel of so many steps stays in the first-level cache, or, where registers are wide enough, in the second.
+// Products that one register accumulates; longer sums are sums of such partial sums. With 512 the error exceeds twice
+// MKL's at K = 1024.
+// A panel with this many steps stays in the first-level cache, or, with wide registers, in the second.
 constexpr int64_t MAX_SUM = FUSES ? 256 : 32;
 constexpr int64_t DEPTH_STEPS = 96;  // steps of x and dz whose products one tile of a weight gradient adds up
 constexpr int64_t PAIRED_COLUMNS = 32;  // a multiple of which is packed of the left operand of a weight gradient
 constexpr int LINES_AHEAD = 4;  // of each operand of a weight gradient, fetched each 16 steps
 constexpr int64_t MIN_OWN_ROWS = 24;  // rows of dweight that are worth packing x for
-constexpr int64_t MAX_OWN_ROWS = 168 * LINEAR_ROWS;  // whose columns of dz stay in the second-level cache
+constexpr int64_t MAX_OWN_ROWS = 168 * LINEAR_ROWS;  // rows whose columns of dz stay in the second-level cache
 
-// What the micro-kernel reads and writes for a T: bfloat16 only where it multiplies that.
+// The type that the micro-kernel reads and writes for a T: bfloat16 only if the processor multiplies it.
 #if defined(__AVX512BF16__)
 template <class T> struct Multiplied : Type<T> {};
 #else
 template <class T> struct Multiplied : Type<float> {};
 #endif
 
-// The gradient of a residual, and what is written in a product's place: their sum, where there is one.
-// Float32, rows as far apart.
+// The gradient of a residual and its sum with the product, which is written instead of the product. Float32, with the
+// row stride of the result.
 struct Residual {
   const float* gradient = nullptr;
   float* sum = nullptr;
 
   TK_INLINE Residual at(int64_t index) const { return sum ? Residual{gradient + index, sum + index} : Residual{}; }
-  // The product is added as T holds it.
+  // The product is rounded to T before it is added.
   template <class T, class L> TK_INLINE void put(int64_t index, Floats product, L lanes) const {
     store(sum + index, as_stored<T>(product) + load(gradient + index, lanes), lanes);
   }
 };
 
-// One panel's columns of a result, rows `pitch` apart.
+// One panel's columns of a result, with row stride `pitch`.
 template <class Z> struct Columns {
   Z* to;
   int64_t pitch, count;
   Residual residual = {};
 };
 
-// z = left (rows, steps) panel + added, or max(z, 0); left's rows are `pitch` apart.
+// z = left (rows, steps) panel + added, or max(z, 0); the row stride of left is `pitch`.
 // Without `added` z grows by the product.
 template <int N, class T>
 __attribute__((noinline)) void strip(const T* left, int64_t pitch, int64_t rows, int64_t steps, const float* panel,
@@ -86,10 +86,10 @@ __attribute__((noinline)) void strip(const T* left, int64_t pitch, int64_t rows,
   });
 }
 
-// Rows that are read next, whose lines are fetched into the second-level cache while others are multiplied.
+// Rows that are read next: their lines are prefetched into the second-level cache during products of earlier rows.
 struct Ahead {
   const char* row;
-  // Of the rows bytes that are read, bytes apart; how many are left, and the place in this one.
+  // Bytes read per row, stride in bytes, remaining rows, and the offset in the current row.
   int64_t width, pitch, rows, at;
 
   TK_INLINE void fetch() {
@@ -105,7 +105,7 @@ template <class T> Ahead ahead(const T* from, int64_t width, int64_t pitch, int6
   return {reinterpret_cast<const char*>(from), width * SIZE, pitch * SIZE, rows, 0};
 }
 
-// total (rows, N registers), rows a panel apart, += left^T panel with left's steps `pitch` apart.
+// total (rows, N registers), with the row stride of a panel, += left^T panel; `pitch` is the stride of left's steps.
 template <int N, class L>
 __attribute__((noinline)) void add_strip(const L* left, int64_t pitch, int64_t rows, int64_t steps, const float* panel,
                                          float* total, Ahead (&next)[2]) {
@@ -123,8 +123,8 @@ __attribute__((noinline)) void add_strip(const L* left, int64_t pitch, int64_t r
   });
 }
 
-// Rows (depth, columns), `pitch` apart -> the steps that add_strip reads, `to_pitch` apart: rows widened where `to` is
-// not null, or pairs of rows as words. part (columns) += their sums.
+// Rows (depth, columns) with stride `pitch` -> the steps that add_strip reads, with stride `to_pitch`: rows widened if
+// `to` is not null, or pairs of rows as words. part (columns) += their sums.
 template <class T>
 void pack_left(float, const T* rows, int64_t pitch, int64_t depth, int64_t columns, float* to, int64_t to_pitch,
                float* part) {

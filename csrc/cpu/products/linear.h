@@ -8,7 +8,7 @@
 namespace transformer_kernels::TK_LEVEL {
 
 // A micro-tile: TILE_ROWS of the left operand by a panel's registers of the right one,
-// as many sums as the registers hold.
+// as many sums as fit into the registers.
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int PANEL_REGISTERS = 4;
 #else
@@ -86,9 +86,9 @@ TK_INLINE Floats multiply_add(Bfloat16, Floats left, Floats right, Floats sum) {
 }
 #endif
 
-// sum (M, N registers) = A (M, steps) B (steps, N registers), B's rows a panel apart. The lines of the result `to`,
-// which the caller is about to write, and by fetch(k) what is read next are fetched on the way, a few each 16 steps:
-// the arithmetic hides how long they take, and a burst of them would hold up the operands.
+// sum (M, N registers) = A (M, steps) B (steps, N registers), with the row stride of a panel in B. Every 16 steps some
+// lines are prefetched: of the result `to`, which the caller writes next, and through fetch(k) of the next operands.
+// The arithmetic hides their latency; a burst of prefetches would delay the operands.
 template <int M, int N, class T, class Z, class F>
 TK_INLINE void sums_of_tile(const T* a, Strides stride, const float* panel, int64_t steps, const Z* to, int64_t pitch,
                             Floats (&sum)[M][N], const F& fetch) {

@@ -1,6 +1,6 @@
-// Products of bfloat16, where the processor has them: C (M, N) = [C +] A B in float32. A lies in rows; B in pairs of
-// rows, a 32-bit word for each column of rows 2 k and 2 k + 1. M is a multiple of PAIR_ROWS, N of a register, K of
-// PAIR_DEPTH: what operands lack is filled up with zeros. AMX tiles where they exist, else vdpbf16ps.
+// Products of bfloat16, where the processor has them: C (M, N) = [C +] A B in float32. A is stored in rows, B in pairs
+// of rows, a 32-bit word for each column of rows 2 k and 2 k + 1. M is a multiple of PAIR_ROWS, N of a register, K of
+// PAIR_DEPTH: operands are padded with zeros. AMX tiles where they exist, else vdpbf16ps.
 #pragma once
 #include "lanes.h"
 #include "product.h"
@@ -125,7 +125,7 @@ inline __attribute__((noinline)) void pair_strip(const Bfloat16* a, int64_t a_ro
 
 #endif
 
-// C (M, N registers) = [C +] A (M, K) B (K / 2, N registers), with what is to be fetched on the way.
+// C (M, N registers) = [C +] A (M, K) B (K / 2, N registers), with prefetches.
 template <bool ADD>
 inline void pair_product(const Bfloat16* a, int64_t a_row, const float* b, int64_t b_row, float* c, int64_t c_row,
                          int64_t M, int64_t N, int64_t K, Fetches* fetches) {
@@ -134,7 +134,7 @@ inline void pair_product(const Bfloat16* a, int64_t a_row, const float* b, int64
   if (n < N) pair_strip<1, ADD>(a, a_row, b + n * WIDTH, b_row, c + n * WIDTH, c_row, M, K, fetches);
 }
 
-// Two rows of floats as words, each of which holds the rounded elements of one column.
+// Two rows of floats as words, each with the rounded elements of one column.
 TK_INLINE Floats rounded_pairs(Floats even, Floats odd) {
   const __m512i both = bits_of<__m512i>(_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even));
   const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
@@ -154,7 +154,7 @@ TK_INLINE void store_row_part(Bfloat16* to, int64_t d, int64_t width, __m512i x)
   else _mm512_mask_storeu_epi16(to + d, static_cast<__mmask32>((1ull << (width - d)) - 1), x);
 }
 
-// One row of `depth` elements, a multiple of PAIR_DEPTH: zeros behind the `width` that are there.
+// One row of `depth` elements, a multiple of PAIR_DEPTH: `width` elements padded with zeros.
 TK_INLINE void copy_row(const Bfloat16* from, int64_t width, int64_t depth, Bfloat16* to) {
   for (int64_t d = 0; d < depth; d += PAIR_DEPTH) _mm512_storeu_si512(to + d, row_part(from, d, width));
 }

@@ -1,5 +1,5 @@
-// The micro-kernel of every product on the CPU: C (M, N) = [C +] A B with A read one element at a time from wherever it
-// lies, B and C in rows of whole registers. Attention and the linear layers differ only in what they pack for it.
+// The micro-kernel of every product on the CPU: C (M, N) = [C +] A B with A read one element at a time with any
+// strides, B and C in rows of whole registers. Attention and the linear layers differ only in their packing.
 #pragma once
 #include "../kernel.h"
 
@@ -16,8 +16,8 @@ constexpr int TILE_ROWS = 8;
 constexpr int TILE_ROWS = 6;
 #endif
 
-// Rows to be fetched while products run, some of their lines at each micro-tile: its arithmetic hides how long they
-// take, and a burst of them would hold up the operands.
+// Rows to prefetch during products, some of their lines at each micro-tile: the arithmetic hides their latency; a burst
+// of prefetches would delay the operands.
 struct Fetches {
   static constexpr int64_t ROWS = 512, LINE = 64, LINES_OF_A_TILE = 24;
   const char* rows[ROWS];
@@ -49,7 +49,7 @@ struct Strides {
 };
 
 // One micro-tile: M rows, N registers wide, K deep.
-// What C held is added last, so that long sums are made of short ones.
+// The previous value of C is added last, so that long sums are sums of short ones.
 template <int M, int N, bool ADD>
 TK_INLINE void micro_tile(const float* a, Strides stride, const float* b, int64_t b_row, float* c, int64_t c_row,
                           int64_t K) {
@@ -90,14 +90,14 @@ inline __attribute__((noinline)) void strip(const float* a, Strides stride, cons
     micro_tile<ROWS, N, ADD>(a + m * stride.row, stride, b, b_row, c + m * c_row, c_row, K);
   }
   for (; m + 4 <= M; m += 4) micro_tile<4, N, ADD>(a + m * stride.row, stride, b, b_row, c + m * c_row, c_row, K);
-  if (!ADD && M >= 4 && m < M) {  // some rows a second time
+  if (!ADD && M >= 4 && m < M) {  // recomputes some rows
     m = M - 4;
     return micro_tile<4, N, ADD>(a + m * stride.row, stride, b, b_row, c + m * c_row, c_row, K);
   }
   for (; m < M; ++m) micro_tile<1, N, ADD>(a + m * stride.row, stride, b, b_row, c + m * c_row, c_row, K);
 }
 
-// C (M, N registers) = [C +] A (M, K) B (K, N registers), with what is to be fetched on the way.
+// C (M, N registers) = [C +] A (M, K) B (K, N registers), with prefetches.
 template <bool ADD>
 TK_INLINE void product(const float* a, Strides stride, const float* b, int64_t b_row, float* c, int64_t c_row,
                        int64_t M, int64_t N, int64_t K, Fetches* fetches) {

@@ -1,5 +1,5 @@
-// y = x weight^T + bias for a small batch of rows, as in generating text,
-// which costs what reading the weights once costs.
+// y = x weight^T + bias for a small batch of rows, as in text generation,
+// in the time of reading the weights once.
 #include "../../calls/linear.h"
 #include "../kernel.h"
 
@@ -17,7 +17,7 @@ template <class T> struct Product {
   int64_t rows, columns, depth;  // of y, and of the weights: (columns, depth)
 };
 
-// Columns n, n + apart, ... of M rows of y; R of them.
+// Columns n, n + stride, ... of M rows of y; R of them.
 template <int M, int R, class T> TK_INLINE void dot(const Product<T>& p, int64_t row, int64_t n, int64_t stride) {
   Floats sums[R][M] = {};
   auto step = [&](int64_t k, auto lanes) TK_LAMBDA {

@@ -14,15 +14,15 @@ enum Slot { LEFT = 8, RIGHT, TOTAL, PANEL_SUMS };
 
 constexpr int64_t DEPTH = 512;       // rows that are packed and multiplied together
 constexpr int64_t PANEL = 32;        // columns of a panel, to a multiple of which each operand is filled up
-constexpr int64_t NEAR_PANELS = 16;  // of the right operand, packed together: the second-level cache holds them
+constexpr int64_t NEAR_PANELS = 16;  // of the right operand, packed together: they fit into the second-level cache
 
-// Rows (rows, columns) as they lie.
+// Unpacked rows (rows, columns).
 struct Operand {
   const Bfloat16* data;
   int64_t columns;
 };
 
-// Whole pages apart, rows and panels would lie in few sets of a cache.
+// With strides of whole pages, rows and panels would share few cache sets.
 constexpr int64_t LEFT_ROW = DEPTH + PAIR_DEPTH;
 constexpr int64_t PANEL_SIZE = (DEPTH / 2 + 1) * PANEL;  // words of a packed panel
 constexpr int64_t AHEAD_ROWS = 16;
@@ -32,7 +32,7 @@ using Left = Bfloat16;
 int64_t left_size(int64_t height) { return height * LEFT_ROW; }
 
 // PAIR_DEPTH rows of eight columns -> eight rows.
-// Each quarter of a register holds eight rows, transposed by themselves.
+// Each quarter of a register contains eight rows, transposed separately.
 TK_INLINE void transpose_eight(const Bfloat16* from, int64_t pitch, Bfloat16* to) {
   __m512i r[8], s[8];
   const auto row = [&](int i) TK_LAMBDA { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i * pitch)); };
@@ -102,7 +102,7 @@ TK_INLINE __m512 with_pairs(__m512 total, const void* pairs) {
                           bits_of<__m512bh>(_mm512_set1_epi32(0x3F803F80)));
 }
 
-// sums (height) += those of the packed operand's columns.
+// sums (height) += column sums of the packed operand.
 void add_left(const Left* left, int64_t depth, int64_t height, float* sums) {
   for (int64_t c = 0; c < height; ++c) {
     __m512 total = _mm512_setzero_ps();

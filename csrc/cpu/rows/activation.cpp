@@ -80,7 +80,7 @@ template <class T, class F> void over_blocks(T* result, int64_t count, const F& 
   });
 }
 
-// Where a gated activation's operands lie: `up` (rows, columns) like gate, or, if null, behind each row of gate.
+// The layout of a gated activation's operands: `up` (rows, columns) like gate, or, if null, after each row of gate.
 template <class T> struct Gated {
   const T *gate, *up;
   int64_t rows, columns;
@@ -96,8 +96,8 @@ template <class T> struct Gated {
       }
     });
   }
-  template <class Element> Element* second(Element* first, Element* other) const {
-    return up ? other : first + columns;
+  template <class Element> Element* second(Element* first, Element* separate) const {
+    return up ? separate : first + columns;
   }
 };
 

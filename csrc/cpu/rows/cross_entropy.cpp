@@ -1,7 +1,7 @@
 // Cross-entropy of rows of logits with class indices: the losses, their gradient, and the sum or mean of the losses.
 //
-// Options beyond smoothing (class weights, z-loss, a soft cap) take a way of their own: a row's scores are made in
-// scratch memory, in fp32, and what is done to them asks for each option outside of its loops.
+// Options beyond smoothing (class weights, z-loss, a soft cap) have a separate path: a row's scores are computed in
+// scratch memory, in fp32, and each option is tested outside of the loops.
 #include "../../calls/loss.h"
 #include "../rows.h"
 #include "../vector_math.h"
@@ -44,8 +44,8 @@ TK_INLINE void row_gradient(float logit, int64_t target, float top, float invers
   store(out + target, splat(hit), Part{1});
 }
 
-// Beyond its softmax, what the loss of a row is made of: its logit of the class,
-// and the mean distance of all from the largest.
+// The terms of a row's loss besides its softmax: the logit of its class, and the mean distance of all logits from the
+// largest.
 struct Distances {
   float own, mean;
 };
@@ -65,7 +65,7 @@ TK_INLINE float row_loss(const Softmax& s, const Distances& d, float log_total, 
   return smoothing == 0.f ? loss : (1.f - smoothing) * loss + smoothing * (d.mean + log_total);
 }
 
-// `weights`: (classes + 1), behind them their mean, or null.
+// `weights`: (classes + 1), the last one is their mean, or null.
 struct Options {
   const float* weights;
   float z_loss, cap;
@@ -253,7 +253,7 @@ void cross_entropy_backward(const CrossEntropyBackward& call) {
   });
 }
 
-// dlogits times *dloss, in their place.
+// dlogits times *dloss, in place.
 void cross_entropy_scale(int64_t dtype, Address dloss, Address dlogits, int64_t count) {
   const float factor = *at<const float>(dloss);
   if (factor == 1.f) return;

@@ -7,7 +7,7 @@ namespace {
 
 TK_INLINE bool is_row(int64_t id, int64_t count) { return static_cast<uint64_t>(id) < static_cast<uint64_t>(count); }
 
-constexpr int64_t ROWS_AHEAD = 2;  // of the token table, which lie anywhere
+constexpr int64_t ROWS_AHEAD = 2;  // of the token table, at arbitrary addresses
 
 template <class T> struct Tables {
   const T *weight, *positions;  // positions may be null

@@ -1,4 +1,4 @@
-// Which keys each query sees, read from a dense mask: one interval of keys for each row, of the keys that some row sees.
+// The visible keys of each query, read from a dense mask: one interval per row, among the keys visible to any row.
 #include "../kernel.h"
 
 namespace transformer_kernels::TK_LEVEL {
@@ -69,8 +69,8 @@ template <class T> TK_INLINE int64_t matching(const T* row, int64_t count, Patte
   return total;
 }
 
-// What a row shows: `count` visible keys, the first of them and the one behind the last; OTHER: values beside 0 and one
-// that hides. `hidden` is that value's bits, where it occurs.
+// A row's visible keys: their number, the first one and the one after the last; OTHER: values besides 0 and one hiding
+// value. `hidden` contains the bits of that value, if it occurs.
 struct Seen {
   static constexpr int64_t OTHER = -1;
   int64_t first = 0, end = 0, count = 0;
@@ -91,22 +91,22 @@ TK_INLINE Seen seen_in(const uint8_t* row, int64_t keys, bool) {
 // A floating row: 0 is visible, one other value hides.
 template <class T> TK_INLINE Seen seen_in(const T* row, int64_t keys, T magnitude) {
   const Pattern<T> shows{magnitude, 0};
-  const Seen other{0, 0, Seen::OTHER, 0};
+  const Seen unknown{0, 0, Seen::OTHER, 0};
   const bool first_hidden = !shows.matches(row[0]), last_hidden = !shows.matches(row[keys - 1]);
   Seen seen{0, keys, 0, first_hidden ? row[0] : last_hidden ? row[keys - 1] : T{0}};
   if (first_hidden) seen.first = leading(row, keys, Pattern<T>{static_cast<T>(~T{0}), static_cast<T>(seen.hidden)});
   if (seen.first == keys) return {0, 0, 0, seen.hidden};
   if (last_hidden) seen.end -= trailing(row, keys, Pattern<T>{static_cast<T>(~T{0}), static_cast<T>(seen.hidden)});
   const int64_t count = seen.end - seen.first;
-  if (count <= 0 || !shows.matches(row[seen.first]) || !shows.matches(row[seen.end - 1])) return other;
+  if (count <= 0 || !shows.matches(row[seen.first]) || !shows.matches(row[seen.end - 1])) return unknown;
   seen.count = matching(row + seen.first, count, shows);
   if (seen.count == count) return seen;
   if (!seen.hidden) seen.hidden = row[seen.first + leading(row + seen.first, count, shows)];
   const Pattern<T> hides{static_cast<T>(~T{0}), static_cast<T>(seen.hidden)};
-  return seen.count + matching(row + seen.first, count, hides) == count ? seen : other;
+  return seen.count + matching(row + seen.first, count, hides) == count ? seen : unknown;
 }
 
-// The rows of a mask (batches, heads, queries, keys); an axis of size 1 stands for all of the scores'.
+// The rows of a mask (batches, heads, queries, keys); an axis of size 1 is broadcast.
 template <class T> struct Mask {
   const T* data;
   int64_t batches, heads, queries, keys, batch_stride, head_stride, row_stride;
@@ -122,7 +122,7 @@ template <class T> struct Mask {
   }
 };
 
-// Marks in `columns` (keys) the keys that some row of a batch sees.
+// Marks in `columns` (keys) the keys visible to any row of a batch.
 constexpr int64_t LANES = 64;
 template <class T> void mark_columns(const Mask<T>& mask, int64_t batch, uint8_t* columns) {
   const int64_t rows = mask.heads * mask.queries;
@@ -146,7 +146,7 @@ struct Found {
   bool exact = true, whole = true, causal = true;
 };
 
-// Whether each row of a batch sees all columns of its interval; all columns; those up to its own position.
+// Whether the visible keys of each row of a batch are its whole interval; all keys; the keys up to its own position.
 Found compare_rows(const int32_t* ranges, const int32_t* counts, int64_t heads, int64_t queries, int64_t keys,
                    const int32_t* rank) {
   Found found;
@@ -183,7 +183,7 @@ void find(const Mask<T>& mask, int32_t* ranges, uint8_t* columns, int32_t* count
   for (int64_t i = 0; i < rows; ++i) {
     if (counts[i] == Seen::OTHER || (hidden[i] && summary.hidden && hidden[i] != summary.hidden)) return;
     summary.hidden = hidden[i] ? hidden[i] : summary.hidden;
-    if (counts[i] == 0) {  // where the row before it ends, so that a block of rows with it sees no more keys
+    if (counts[i] == 0) {  // where the previous row ends, so that a block of rows with it has no more visible keys
       summary.has_empty_rows = 1;
       ranges[2 * i] = ranges[2 * i + 1] = i % mask.queries ? ranges[2 * i - 1] : 0;
     }
@@ -207,9 +207,9 @@ void find(const Mask<T>& mask, int32_t* ranges, uint8_t* columns, int32_t* count
 
 }  // namespace
 
-// ranges int32 (batches, heads, queries, 2): the first visible key of each row and the one behind its last;
-// columns (batches, keys): the keys that some row of a batch sees, written where rows have gaps; work: 16 bytes a row;
-// found: a Summary. `size` is that of an element in bytes: 1 is bool, others are floating.
+// ranges int32 (batches, heads, queries, 2): the first visible key of each row and the one after its last;
+// columns (batches, keys): the keys visible to any row of a batch, written if rows have gaps; work: 16 bytes per row;
+// found: a Summary. `size` of an element in bytes: 1 is bool, others are floating.
 void mask_ranges(int64_t size, Address data, int64_t batches, int64_t heads, int64_t queries, int64_t keys,
                  int64_t batch_stride, int64_t head_stride, int64_t row_stride, Address ranges, Address columns,
                  Address work, Address found) {

@@ -1,12 +1,12 @@
 // summed = dropout(x) + residual, y = LayerNorm(summed); without residual LayerNorm of x alone. And the gradients.
-// Without a place for the mean, or without the mean, it is RMSNorm.
+// If the address of the mean is null, it is RMSNorm.
 #include "../../calls/norm.h"
 #include "../rows.h"
 
 namespace transformer_kernels::TK_LEVEL {
 namespace {
 
-// Writes the sum and returns its total over the row, as rounded; that of its squares where it is not centred.
+// Writes the rounded sum and returns its total over the row, or the sum of squares (RMSNorm).
 template <bool CENTRED, class T, class X>
 TK_INLINE float add_row(const X* x, const T* residual, const Dropout& dropout, int64_t row, int64_t columns,
                         T* summed) {
@@ -38,8 +38,8 @@ TK_INLINE void store_both(T* wide, Bfloat16* narrow, int64_t index, Floats value
   if (narrow) fetch_ahead_to_write(narrow + index, u), store(narrow + index, value, lanes);
 }
 
-// What the gradients of rows are made of and where they go;
-// `dx` is null without dropout, `dsummed` where there is none.
+// Inputs and outputs of the gradients of rows;
+// `dx` is null without dropout, `dsummed` if absent.
 template <class T, class G> struct Gradients {
   const G* dy;
   const float* residual;
@@ -58,9 +58,9 @@ template <class T, class G> struct Gradients {
   }
 };
 
-// Longer rows than NEAR_COLUMNS are taken one by one, in four sums. Of others one sum is made, by itself or beside its
-// neighbours.
-// Of R rows from row i on, which are added to dweight and dbias.
+// Rows longer than NEAR_COLUMNS are processed one at a time with four sums; shorter rows with one sum, one row or
+// several at a time.
+// For R rows from row i on, which are added to dweight and dbias.
 template <bool CENTRED, int R, int VECTORS, class T, class G>
 TK_INLINE void gradients_of(const Gradients<T, G>& all, int64_t i, float* dweight, float* dbias) {
   const int64_t columns = all.columns;

@@ -15,7 +15,7 @@ TK_INLINE const uint8_t* mask_row(const SoftmaxForward& call, int64_t i) {
   return at<const uint8_t>(call.mask) + first * strides[0] + second * strides[1] + third * strides[2];
 }
 
-// The row's scores from column j on, those that are masked or do not exist -inf.
+// The row's scores from column j on, -inf if masked or out of bounds.
 // SIMPLE: there is no mask, and scale > 0.
 template <bool SIMPLE, class T, class L>
 TK_INLINE Floats scores(const T* x, const uint8_t* mask, int64_t step, float scale, int64_t j, L lanes) {

@@ -24,8 +24,8 @@ template <class... Tensors> bool can_vectorize(int dtype, int head_dim, const Te
   return head_dim * bytes % 16 == 0 && (is_aligned(tensors, bytes) && ...);
 }
 
-// The stride of an axis of size one is irrelevant and may be odd: it is replaced by that of a contiguous tensor, which
-// preserves the alignment of rows.
+// The stride of an axis of size one is irrelevant and may be odd: it is replaced by the stride of a contiguous tensor,
+// which preserves the alignment of rows.
 template <class Tensor>
 void replace_unused_strides(Tensor& tensor, int64_t batches, int64_t heads, int64_t length, int64_t head_dim) {
   if (batches == 1) tensor.batch = heads * length * head_dim;
@@ -45,7 +45,7 @@ Bias bias_of(const AttentionCall& call) {
   return {pointer<const void>(call.bias), call.bias_is_float32, false, strides[0], strides[1], strides[2], strides[3]};
 }
 
-// The arguments of the kernels, with what follows from the call.
+// The arguments of the kernels, with values derived from the call.
 Arguments arguments_of(const AttentionCall& call) {
   if (call.queries > MAX_LENGTH || call.keys > MAX_LENGTH)
     throw std::invalid_argument("attention: the cuda backend takes sequences of up to 536870912");

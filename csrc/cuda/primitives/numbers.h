@@ -64,7 +64,7 @@ TK_DEVICE float accurate_exp(float x) {
 }
 
 // The exponential for products in T, of exponents multiplied by UNIT<T>: the error of ex2.approx is far below the
-// rounding of 16-bit types, but not below that of float.
+// rounding of 16-bit types, but not below the rounding of float.
 template <class T> constexpr float UNIT = sizeof(T) == 4 ? 1.f : LOG2_E;
 template <class T> TK_DEVICE float exponential(float x) {
   if constexpr (sizeof(T) == 4) return accurate_exp(x);

@@ -13,10 +13,7 @@ from transformer_kernels.ops._crossovers import Native
 from transformer_kernels.ops._derivatives import Parts
 from transformer_kernels.ops._dropout import draw_seed
 from transformer_kernels.ops._kernels import Kernels, record
-from transformer_kernels.ops.attention._composed import composed, output_tangents
-from transformer_kernels.ops.attention._sinks import WithSinks
-from transformer_kernels.ops.attention._structure import hides, recognised, understood
-from transformer_kernels.ops.attention.scores import (
+from transformer_kernels.ops.attention._call import (
     OP,
     Scores,
     Window,
@@ -24,6 +21,9 @@ from transformer_kernels.ops.attention.scores import (
     checked_scores,
     last_axis_contiguous,
 )
+from transformer_kernels.ops.attention._composed import composed, output_tangents
+from transformer_kernels.ops.attention._sinks import WithSinks
+from transformer_kernels.ops.attention._structure import hides, recognised, understood
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

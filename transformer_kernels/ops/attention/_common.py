@@ -9,7 +9,7 @@ from torch import Tensor
 
 from transformer_kernels.ops._kernels import Kernels
 from transformer_kernels.ops.attention import AttentionCall
-from transformer_kernels.ops.attention.scores import NO_LIMIT
+from transformer_kernels.ops.attention._call import NO_LIMIT
 
 if TYPE_CHECKING:
     from transformer_kernels.ops.attention.packed import PackedAttentionCall

@@ -12,6 +12,7 @@ from transformer_kernels.backends import Memory, contiguous_memory, cuda, in_dty
 from transformer_kernels.ops._derivatives import Outputs, Parts
 from transformer_kernels.ops._kernels import Compiled, Grads, Wanted
 from transformer_kernels.ops.attention import AttentionCall, AttentionResult, Into
+from transformer_kernels.ops.attention._call import Scores, last_axis_contiguous
 from transformer_kernels.ops.attention._common import (
     Angles,
     AttentionKernels,
@@ -19,7 +20,6 @@ from transformer_kernels.ops.attention._common import (
     broadcast_strides,
     shift_gradient,
 )
-from transformer_kernels.ops.attention.scores import Scores, last_axis_contiguous
 from transformer_kernels.ops.rotary import Heads, RotaryCall
 from transformer_kernels.ops.rotary._compiled import Kernels as RotaryKernels
 

@@ -20,7 +20,7 @@ from transformer_kernels.ops.attention._torch_scores import distances, rows_and_
 
 if TYPE_CHECKING:
     from transformer_kernels.ops.attention import AttentionCall
-    from transformer_kernels.ops.attention.scores import Scores
+    from transformer_kernels.ops.attention._call import Scores
 
 SCORES_AT_ONCE = 1 << 19
 """Of a block of queries."""

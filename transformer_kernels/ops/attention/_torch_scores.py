@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from transformer_kernels.ops.attention.scores import Scores
+    from transformer_kernels.ops.attention._call import Scores
 
 
 def visible_mask(scores: Scores, queries: int, keys: int, device: torch.device) -> Tensor | None:

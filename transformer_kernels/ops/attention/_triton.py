@@ -15,6 +15,7 @@ from transformer_kernels.ops._dropout import keep_scale, keep_threshold
 from transformer_kernels.ops._kernels import Grads, Wanted
 from transformer_kernels.ops.attention import AttentionCall, AttentionResult, Into, like_output
 from transformer_kernels.ops.attention import _tiles as tiles
+from transformer_kernels.ops.attention._call import Scores
 from transformer_kernels.ops.attention._common import (
     Angles,
     AttentionKernels,
@@ -35,7 +36,6 @@ from transformer_kernels.ops.attention._triton_short import (
     attention_short_forward_kernel,
 )
 from transformer_kernels.ops.attention._triton_tile import Inputs, Options
-from transformer_kernels.ops.attention.scores import Scores
 
 
 class Kernels(AttentionKernels):

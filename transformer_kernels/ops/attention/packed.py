@@ -13,16 +13,16 @@ from transformer_kernels.ops._derivatives import Outputs, Parts
 from transformer_kernels.ops._dropout import draw_seed
 from transformer_kernels.ops._kernels import Adapter, Grads, Kernels, Wanted, record
 from transformer_kernels.ops.attention import AttentionCall, AttentionResult, check_devices
-from transformer_kernels.ops.attention._common import Angles
-from transformer_kernels.ops.attention._sinks import WithSinks
-from transformer_kernels.ops.attention._structure import recognised, understood
-from transformer_kernels.ops.attention.scores import (
+from transformer_kernels.ops.attention._call import (
     Scores,
     Window,
     check_when_run,
     checked_scores,
     last_axis_contiguous,
 )
+from transformer_kernels.ops.attention._common import Angles
+from transformer_kernels.ops.attention._sinks import WithSinks
+from transformer_kernels.ops.attention._structure import recognised, understood
 from transformer_kernels.ops.rotary import Heads, RotaryCall, angles, rotated
 
 OP = "packed_attention"

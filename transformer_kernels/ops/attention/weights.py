@@ -14,9 +14,9 @@ from transformer_kernels.ops._kernels import Adapter, Grads, Wanted, record
 from transformer_kernels.ops._softcap import cap, cap_slope, capped
 from transformer_kernels.ops.attention import attention
 from transformer_kernels.ops.attention import prepare as checked_attention
+from transformer_kernels.ops.attention._call import Scores, check_when_run, checked_scores
 from transformer_kernels.ops.attention._composed import normalised
 from transformer_kernels.ops.attention._torch_scores import added_bias, visible_mask
-from transformer_kernels.ops.attention.scores import Scores, check_when_run, checked_scores
 from transformer_kernels.ops.softmax import SoftmaxCall
 
 if TYPE_CHECKING:

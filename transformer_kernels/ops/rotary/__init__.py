@@ -10,7 +10,7 @@ from torch import Tensor
 from transformer_kernels.ops import _checks, _operation
 from transformer_kernels.ops._derivatives import Parts, contiguous
 from transformer_kernels.ops._kernels import Grads, Kernels, Wanted, record
-from transformer_kernels.ops.attention.scores import last_axis_contiguous
+from transformer_kernels.ops.attention._call import last_axis_contiguous
 
 OP = "rotary"
 
