@@ -36,9 +36,7 @@ def tiny(op: str, dtype: torch.dtype = torch.float32) -> Workload:
 def route_call(function: Callable[..., Any], tensors: dict[str, Tensor], route: str) -> timing.Call:
     """One call of an operation by one of `ROUTES`."""
     recorded = route != "raw"
-    tensors = {
-        name: each.detach().requires_grad_(recorded and each.is_floating_point()) for name, each in tensors.items()
-    }
+    tensors = {name: x.detach().requires_grad_(recorded and x.is_floating_point()) for name, x in tensors.items()}
     if route != "there and back":
         return functools.partial(function, **tensors)
     cotangents = [torch.randn_like(output) for output in as_list(function(**tensors))]

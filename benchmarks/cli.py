@@ -124,10 +124,10 @@ def print_comparison(before: Path, after: Path) -> int:
     found = results.compare(results.load_rows(before), results.load_rows(after))
     if not found:
         raise ValueError(f"{before} and {after} have no timed row in common")
-    for each in found:
-        print(f"{each.ratio:6.2f}x +-{each.spread:5.1%}  {each.verdict:<6}  {each.name}")
-    slower = sum(each.verdict == "SLOWER" for each in found)
-    faster = sum(each.verdict == "faster" for each in found)
+    for row in found:
+        print(f"{row.ratio:6.2f}x +-{row.spread:5.1%}  {row.verdict:<6}  {row.name}")
+    slower = sum(row.verdict == "SLOWER" for row in found)
+    faster = sum(row.verdict == "faster" for row in found)
     print(f"{len(found)} compared: {slower} slower, {faster} faster (time after / time before)")
     return int(slower > 0)
 

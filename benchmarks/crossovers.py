@@ -128,7 +128,7 @@ def ratio(name: str, elements: int, dtype: torch.dtype, gradients: bool, seconds
 
 def _ratio(name: str, elements: int, dtype: torch.dtype, gradients: bool, seconds: float) -> float:
     *functions, inputs = cases(name, elements, dtype)
-    inputs = [each.requires_grad_(gradients) for each in inputs]
+    inputs = [tensor.requires_grad_(gradients) for tensor in inputs]
     calls: list[Callable[[], Any]] = []
     for function in functions:
         cotangent = torch.ones_like(function(*inputs))  # type: ignore[operator]
@@ -176,7 +176,7 @@ def measured(names: list[str], seconds: float) -> Iterator[tuple[tuple[str, int]
                 if found == _crossovers.NEVER and name != plain:
                     found = TABLE[_crossovers.level()][plain, dtype.itemsize][gradients]
                 limits.append(found)
-                shown = " ".join(f"2^{size.bit_length() - 1}:{1 / each:.2f}" for size, each in ratios.items())
+                shown = " ".join(f"2^{size.bit_length() - 1}:{1 / ratio:.2f}" for size, ratio in ratios.items())
                 print(
                     f"{name} {dtype} {'with gradients' if gradients else 'forward'}: {limits[-1]}: {shown}",
                     file=sys.stderr,

@@ -38,7 +38,7 @@ RAN = ("passed", "failed", "skipped")
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out known tests and tests of struck kernels; put the first of each kernel and dtype before the others."""
-    struck = {tuple(each) for each in json.loads(os.environ.get(STRUCK, "[]"))}
+    struck = {tuple(kernel) for kernel in json.loads(os.environ.get(STRUCK, "[]"))}
     known = set(json.loads(Path(os.environ.get(KNOWN, os.devnull)).read_text() or "[]"))
     left_out = [item for item in items if item.nodeid in known or _named(item.nodeid) & struck]
     config.hook.pytest_deselected(items=left_out)
@@ -74,7 +74,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         if name == "auto":
             name = dispatch._automatic(operation, call, call[0].device)[0]
         if name in BACKENDS:
-            dtypes = (str(each.dtype).removeprefix("torch.") for each in call if hasattr(each, "is_floating_point"))
+            dtypes = (str(value.dtype).removeprefix("torch.") for value in call if hasattr(value, "is_floating_point"))
             executed.update(f"{operation.name}/{name}/{dtype}" for dtype in dtypes if dtype in DTYPES)
         return selected
 

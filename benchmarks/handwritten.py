@@ -221,8 +221,8 @@ class LlamaAttention(nn.Module):
             for layer, heads in ((self.query, self.heads), (self.key, self.groups), (self.value, self.groups))
         )
         q, k = rotated(q, cos, sin), rotated(k, cos, sin)
-        k, v = (each.repeat_interleave(self.heads // self.groups, dim=2) for each in (k, v))
-        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        k, v = (x.repeat_interleave(self.heads // self.groups, dim=2) for x in (k, v))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         scores = torch.matmul(q, k.transpose(2, 3)) / math.sqrt(q.shape[-1]) + mask
         return self.output(merged(F.softmax(scores.float(), dim=-1).type_as(q) @ v))
 

@@ -34,8 +34,8 @@ def fastest(rows: Iterable[dict[str, Any]], verdicts: Iterable[dict[str, Any]]) 
             backend, workload = row["candidate"].removeprefix("ours "), identity(row | {"candidate": ""})
             seconds.setdefault(row["op"], {}).setdefault(backend, {})[workload] = row["seconds"]
             dtypes.setdefault(row["op"], set()).add(row["dtype"])
-    last = {(each["kernel"], each["dtype"]): each for each in verdicts}  # a record has the newest last
-    verified = {key for key, each in last.items() if each["complete"] and not each["failed"]}
+    last = {(verdict["kernel"], verdict["dtype"]): verdict for verdict in verdicts}  # a record has the newest last
+    verified = {key for key, verdict in last.items() if verdict["complete"] and not verdict["failed"]}
     found = {}
     for op, by_backend in seconds.items():
         gains = {}

@@ -39,7 +39,7 @@ class OtherModel(nn.Module):
     def flops_per_token(self, length: int) -> float:
         """FLOPs of both passes: six per weight of a product, twelve per layer, key and column of attention."""
         weights = sum(parameter.numel() for parameter in self.model.parameters() if parameter.dim() == 2)
-        tables = sum(each.num_embeddings for each in self.modules() if isinstance(each, nn.Embedding))
+        tables = sum(module.num_embeddings for module in self.modules() if isinstance(module, nn.Embedding))
         width = self.config.hidden_size
         inside = weights - tables * width
         return 6.0 * (inside + self.config.vocab_size * width) + 12.0 * self.config.num_hidden_layers * width * length

@@ -124,13 +124,13 @@ def accelerated(model: Any, given: dict[str, Any], mode: str) -> dict[str, list[
 def least(calls: list[Call], seconds: float) -> list[float]:
     """The minimum CPU milliseconds of each call, interleaved for some seconds."""
     best = [float("inf")] * len(calls)
-    for each in calls:
-        each()
+    for run in calls:
+        run()
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        for index, each in enumerate(calls):
+        for index, run in enumerate(calls):
             start = time.process_time()
-            each()
+            run()
             best[index] = min(best[index], 1000 * (time.process_time() - start))
     return best
 
@@ -192,8 +192,8 @@ def main() -> None:
             for label, calls in rows.items():
                 with torch.set_grad_enabled(mode == "train" and not options.modules):
                     found = least(calls, options.seconds)
-                ratios = " ".join(f"{found[0] / max(each, 1e-9):6.2f}" for each in found[1:])
-                print(f"{name:12s} {label:9s} {' '.join(f'{each:10.2f}' for each in found)} {ratios}", flush=True)
+                ratios = " ".join(f"{found[0] / max(ms, 1e-9):6.2f}" for ms in found[1:])
+                print(f"{name:12s} {label:9s} {' '.join(f'{ms:10.2f}' for ms in found)} {ratios}", flush=True)
 
 
 if __name__ == "__main__":

@@ -138,8 +138,8 @@ def _output_layers(sizes: Sizes, dtype: torch.dtype, directions: Iterable[str], 
 
 def _narrowed(sizes: Sizes, lengths: tuple[int, ...] = (), widths: tuple[int, ...] = ()) -> Sizes:
     """The same sizes with fewer points."""
-    kept_lengths = tuple(each for each in sizes.lengths if not lengths or each in lengths)
-    kept_widths = tuple(each for each in sizes.widths if not widths or each in widths)
+    kept_lengths = tuple(length for length in sizes.lengths if not lengths or length in lengths)
+    kept_widths = tuple(width for width in sizes.widths if not widths or width in widths)
     return Sizes(sizes.tokens, sizes.heads, kept_lengths, sizes.elements, kept_widths, sizes.decode, sizes.dtypes)
 
 
@@ -278,7 +278,7 @@ def chosen(
     struck: Iterable[tuple[str, str, str]] = (),
 ) -> list[Task]:
     """The tasks of the named operations (or "step"), of our named backends without struck kernels, and of peers."""
-    operations, backends, left_out = set(operations), set(backends), {tuple(each) for each in struck}
+    operations, backends, left_out = set(operations), set(backends), {tuple(kernel) for kernel in struck}
     unfit = {backend for _, backend, _ in left_out}
 
     def wanted(task: Task) -> bool:

@@ -159,8 +159,8 @@ def _short(number: int) -> str:
 def _legend(figure: Figure, axes: Iterable[Axes], height: float) -> None:
     """One legend for all panels, below them."""
     found: dict[str, Any] = {}
-    for each in axes:
-        found |= {label: handle for handle, label in zip(*each.get_legend_handles_labels(), strict=True)}
+    for panel in axes:
+        found |= {label: handle for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)}
     names = sorted(found, key=_order)
     columns = min(len(names), 6) or 1
     lines = math.ceil(len(names) / columns)
@@ -340,10 +340,10 @@ def growth_curves(rows: Sequence[Row]) -> Figure | None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 4.6))
     for fit in fits:
         style = STYLES.get(fit.candidate, {"marker": "."})
-        time = [1e3 * each for each in fit.seconds]
+        time = [1e3 * seconds for seconds in fit.seconds]
         left.plot(fit.lengths, time, label=f"{fit.candidate}: length^{fit.time_exponent:.2f}", **style)
         if fit.memory_exponent is not None:
-            memory = [each / 2**20 for each in fit.memory]
+            memory = [size / 2**20 for size in fit.memory]
             right.plot(fit.lengths, memory, label=f"{fit.candidate}: length^{fit.memory_exponent:.2f}", **style)
     for axes, title in ((left, "ms per sequence"), (right, "MiB per sequence, inputs excluded")):
         axes.set_xscale("log", base=2)

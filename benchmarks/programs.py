@@ -93,8 +93,8 @@ def check(name: str, size: Size, way: str) -> float:
     torch.manual_seed(0)
     model = MODELS[name](size, 0.0)
     found = []
-    for each in ("eager", way):
-        program = Program(model, each)
+    for variant in ("eager", way):
+        program = Program(model, variant)
         loss = program.backward()
         gradients = [parameter.grad.flatten() for parameter in program.model.parameters() if parameter.grad is not None]
         found.append((loss, torch.cat(gradients)))

@@ -126,8 +126,8 @@ def _against_peers(rows: Sequence[Row]) -> str:
     if not kinds:
         return ""
     lines = [
-        (*kind, str(len(each)), f"{min(each):.2f}", f"{median(each):.2f}", f"{max(each):.2f}")
-        for kind, each in kinds.items()
+        (*kind, str(len(values)), f"{min(values):.2f}", f"{median(values):.2f}", f"{max(values):.2f}")
+        for kind, values in kinds.items()
     ]
     head = ("operation", "direction", "dtype", "candidate", "workloads", "minimum", "median", "maximum")
     return f"## Speedup over the fastest peer\n\n{_table(head, lines)}"

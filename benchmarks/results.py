@@ -50,7 +50,7 @@ KINDS = ("operation", "step", "call")
 def against_headline(row: Row, rows: Iterable[Row]) -> float | None:
     """The speedup of a training step over PyTorch's own kernels in the same precision, on the same batch."""
     named = identity(row | {"candidate": f"{HEADLINE}, {LABELS[row['dtype']]}"})
-    found = [each for each in timed(rows, "step") if identity(each) == named]
+    found = [candidate for candidate in timed(rows, "step") if identity(candidate) == named]
     return found[0]["seconds"] / row["seconds"] if found else None
 
 
@@ -180,7 +180,7 @@ class Growth:
 
     @property
     def memory_exponent(self) -> float | None:
-        return exponent(self.lengths, self.memory) if all(each > 0 for each in self.memory) else None
+        return exponent(self.lengths, self.memory) if all(size > 0 for size in self.memory) else None
 
 
 def exponent(x: Sequence[float], y: Sequence[float]) -> float:

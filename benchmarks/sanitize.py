@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--strike", type=json.loads, default=[], help="[[operation, backend, dtype], ...] to leave out")
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
     chosen = parser.parse_args(arguments)
-    struck = {tuple(each) for each in chosen.strike}
+    struck = {tuple(kernel) for kernel in chosen.strike}
     ran = 0
     for backend in BACKENDS:
         if dispatch.unavailable(backend, chosen.device) is not None:

@@ -124,19 +124,19 @@ def main() -> None:
     print(f"{'batch':10s} {'':12s} {'ms':>8s} {'ratio':>6s} {'median':>6s} {'cosine':>10s}")
     for name, batch in texts().items():
         expected = torch.tensor(plain.encode(batch))
-        times: dict[str, list[float]] = {each: [] for each in calls}
+        times: dict[str, list[float]] = {variant: [] for variant in calls}
         end = time.monotonic() + options.seconds
         while time.monotonic() < end:
-            for each, call in calls.items():
+            for variant, call in calls.items():
                 start = time.process_time()
                 call(batch)
-                times[each].append(time.process_time() - start)
-        for each, call in calls.items():
-            ratios = [a / b for a, b in zip(times["unpatched"], times[each], strict=True)]
+                times[variant].append(time.process_time() - start)
+        for variant, call in calls.items():
+            ratios = [a / b for a, b in zip(times["unpatched"], times[variant], strict=True)]
             cosine = torch.nn.functional.cosine_similarity(torch.tensor(call(batch)), expected).min().item()
-            least = min(times[each])
+            least = min(times[variant])
             print(
-                f"{name:10s} {each:12s} {1000 * least:8.2f} {min(times['unpatched']) / least:6.2f}"
+                f"{name:10s} {variant:12s} {1000 * least:8.2f} {min(times['unpatched']) / least:6.2f}"
                 f" {statistics.median(ratios):6.2f} {cosine:10.7f}",
                 flush=True,
             )

@@ -67,7 +67,7 @@ APPROXIMATE = ("gelu", "bias_gelu", "geglu")
 
 VOCABULARY = 50_257
 SEQUENCE = 1024
-WIDEST_EMBEDDING = 8192
+MAX_EMBEDDING_WIDTH = 8192
 """Tokens form sequences of at most this length, the maximum width of all models."""
 
 
@@ -350,7 +350,7 @@ def row_sweep(
 ) -> Iterator[Workload]:
     """A fixed number of elements in rows of increasing width."""
     for width in sizes.widths:
-        if op == "embedding" and width > WIDEST_EMBEDDING:
+        if op == "embedding" and width > MAX_EMBEDDING_WIDTH:
             continue
         yield rows(op, dtype, direction, M=max(1, sizes.elements // width), N=width, approximate=approximate)
 

@@ -33,7 +33,7 @@ class SourceMemory(NamedTuple):
 
     def take(self, rows: Tensor) -> SourceMemory:
         """The memory of the sequences `rows`, int64 (N,), which may contain repetitions."""
-        layers = [[each.index_select(0, rows) for each in layer] for layer in self.layers]
+        layers = [[x.index_select(0, rows) for x in layer] for layer in self.layers]
         return SourceMemory(layers, None if self.padding_mask is None else self.padding_mask.index_select(0, rows))
 
 

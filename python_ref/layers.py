@@ -215,7 +215,7 @@ class Attention(Layer):
     def _heads(self, projected: Tensor, part: slice = slice(None)) -> list[Tensor]:
         """Queries (B, H, L, D), keys (B, kv_heads, L, D) and values (B, kv_heads, L, Dv), or a part of these three."""
         parts = zip(projected.split(self.rows[part], -1), self.widths[part], strict=True)
-        return [each.unflatten(-1, (-1, width)).transpose(1, 2) for each, width in parts]
+        return [x.unflatten(-1, (-1, width)).transpose(1, 2) for x, width in parts]
 
     def _rows(self, x: Tensor, rows: slice) -> Tensor:
         """A range of columns of the packed projection of x."""

@@ -75,7 +75,7 @@ class SwinConfig(TransformerConfig):
 
     def of_stage(self, stage: int) -> TransformerConfig:
         """The configuration of the blocks of a stage."""
-        values = {each.name: getattr(self, each.name) for each in fields(TransformerConfig)}
+        values = {field.name: getattr(self, field.name) for field in fields(TransformerConfig)}
         return TransformerConfig(**{**values, "width": self.width << stage, "heads": self.heads << stage})
 
 

@@ -126,7 +126,7 @@ def reports(backend: str, wanted: Iterable[str]) -> list[Any]:
     units = [
         (part, compiled, run_by)
         for part, compiled in itertools.product(wanted, cuda_launches.ARCHITECTURES)
-        if (run_by := [each for each in cuda_launches.run_by(compiled) if part in cuda_launches.sources(each)])
+        if (run_by := [gpu for gpu in cuda_launches.run_by(compiled) if part in cuda_launches.sources(gpu)])
     ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         compiled = pool.map(lambda unit: cuda.compile_reports(unit[0], unit[1], disassemble=True), units)

@@ -117,7 +117,7 @@ def verification(checkout: Path = CHECKOUT) -> list[str]:
                 kernel = f"{op}/{backend}"
                 known = [entry for entry in records if entry["kernel"] == kernel]
                 dtypes = sorted({entry["dtype"] for entry in known})
-                states = {dtype: _state(digest, [each for each in known if each["dtype"] == dtype]) for dtype in dtypes}
+                states = {dtype: _state(digest, [row for row in known if row["dtype"] == dtype]) for dtype in dtypes}
                 lines += [f"{kernel:<22} {dtype}: {state}" for dtype, state in states.items()]
                 if not states:
                     lines.append(f"{kernel:<22} {_state(digest, [])}")

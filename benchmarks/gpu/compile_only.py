@@ -153,7 +153,7 @@ def tables() -> None:
         done.add(named)
         with Unfilled():
             tensors = workload.inputs(CPU)
-            leaves = [each.requires_grad_() for each in tensors.values() if each.is_floating_point()]
+            leaves = [tensor.requires_grad_() for tensor in tensors.values() if tensor.is_floating_point()]
             out = getattr(ops, workload.op)(**tensors, **workload.options, backend="triton")
             outputs = out if isinstance(out, tuple) else (out,)
             torch.autograd.grad(outputs, leaves, list(map(torch.empty_like, outputs)), allow_unused=True)

@@ -94,14 +94,14 @@ def pytest(*arguments: str, workers: int = WORKERS, **variables: str) -> Callabl
     """
 
     def run(session: Session, seconds: float) -> str:
-        paths = [each for each in arguments if each.startswith("tests")]
+        paths = [argument for argument in arguments if argument.startswith("tests")]
         if session.operations:
-            paths = [path for each in paths for path in _files_of(each, session.operations)]
+            paths = [file for path in paths for file in _files_of(path, session.operations)]
             if not paths:
                 return ""
         command = [sys.executable, "-m", "pytest", "-p", "benchmarks.evidence", "-q", "--tb=short"]
         command += ["--continue-on-collection-errors", *paths]
-        command += [each for each in arguments if not each.startswith("tests")]
+        command += [argument for argument in arguments if not argument.startswith("tests")]
         if importlib.util.find_spec("xdist") and workers > 1:
             command += ["-n", str(workers), "--maxschedchunk=1", "--max-worker-restart=1000"]
         if importlib.util.find_spec("pytest_timeout"):

@@ -64,9 +64,9 @@ def summary(folder: Path) -> str:
 def bad_kernels(verdicts: Iterable[dict[str, Any]]) -> list[str]:
     """A line for each kernel and dtype with a bad verdict: the first one, and how many there are."""
     found: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
-    for each in verdicts:
-        if each["outcome"] in BAD:
-            found.setdefault((each["backend"], each["op"], each["dtype"]), []).append(each)
+    for verdict in verdicts:
+        if verdict["outcome"] in BAD:
+            found.setdefault((verdict["backend"], verdict["op"], verdict["dtype"]), []).append(verdict)
     return [
         f"  {backend} {first['case']} {first['direction']}: {first['outcome']} ({1 + len(others)}): {first['why']}"[
             :160

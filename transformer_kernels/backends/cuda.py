@@ -26,7 +26,7 @@ DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # csrc/cu
 BLOCKS_PER_MULTIPROCESSOR = 4
 ROWS_PER_THREAD_GROUP = 4
 COLUMN_TILE_ROWS = 8  # rows per tile in csrc/cuda/kernels/bias_activation_forward.cuh
-WIDEST_ROW_PER_WARP = 1024  # csrc/cuda/kernels/row.cuh: up to this width a block has four rows, above it one
+MAX_COLUMNS_PER_WARP = 1024  # csrc/cuda/kernels/row.cuh: up to this width a block has four rows, above it one
 PACKAGE = Path(__file__).resolve().parents[1]
 HASH_FILE = "_kernels_source_hash.txt"
 
@@ -136,7 +136,7 @@ def partials(x: torch.Tensor, rows: int, columns: int, sums: int, by_columns: bo
     Each block writes one row. A block has at least four rows per group of threads, which limits the traffic of partial
     rows, and blocks are at most as many as run concurrently. Sums are bitwise equal on equal devices only.
     """
-    rows_per_block = COLUMN_TILE_ROWS if by_columns else 4 if columns <= WIDEST_ROW_PER_WARP else 1
+    rows_per_block = COLUMN_TILE_ROWS if by_columns else 4 if columns <= MAX_COLUMNS_PER_WARP else 1
     blocks = -(-rows // (ROWS_PER_THREAD_GROUP * rows_per_block))
     count = min(blocks, BLOCKS_PER_MULTIPROCESSOR * _multiprocessors(x.device.index or 0))
     return x.new_empty((sums, count, columns), dtype=torch.float32), count

@@ -30,7 +30,7 @@ from transformer_kernels import ops
 from transformer_kernels.ops._foreign import refused
 from transformer_kernels.ops._operation import is_traced
 
-OLDEST = (5, 10)
+MIN_VERSION = (5, 10)
 """The oldest release of transformers that is supported."""
 
 
@@ -41,7 +41,7 @@ def require_transformers() -> None:
     except ImportError:
         found = "it is not installed"
     else:
-        if tuple(map(int, re.findall(r"\d+", transformers.__version__)[:2])) >= OLDEST:
+        if tuple(map(int, re.findall(r"\d+", transformers.__version__)[:2])) >= MIN_VERSION:
             return
         found = f"{transformers.__version__} is installed"
     raise ImportError(f"transformer_kernels needs transformers 5.10 or newer, and {found}: pip install -U transformers")

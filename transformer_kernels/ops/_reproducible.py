@@ -271,7 +271,7 @@ def _of_lists(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
         count = len(args[0])
-        columns = [each if isinstance(each, list | tuple) else [each] * count for each in args]
+        columns = [arg if isinstance(arg, list | tuple) else [arg] * count for arg in args]
         named = {"alpha": kwargs["alpha"]} if "alpha" in kwargs else {}
         if len(columns) == 4:  # a scalar for each of _foreach_addcmul
             *columns, values = columns

@@ -18,7 +18,7 @@ from transformer_kernels.visualization.figures import literal, new_figure, write
 from transformer_kernels.visualization.tokens import read, readable
 
 MAX_TOKENS = 256  # maximum number of tokens: the page of 12 x 12 heads of width 64 then has 38 MB
-MAX_CELL, NUMBERED_CELL, WIDEST_INCHES = 0.5, 0.33, 8.5
+MAX_CELL, NUMBERED_CELL, MAX_INCHES = 0.5, 0.33, 8.5
 LEGIBLE_POINTS = 6.0
 
 
@@ -127,7 +127,7 @@ def draw_maps(
     shown = torch.where((maps == 0).all(1, keepdim=True), -1.0, maps)
     gaps = torch.nn.functional.pad(shown, (0, 1, 0, 1), value=torch.nan)  # a white line between two maps
     mosaic = gaps.transpose(1, 2).reshape(layers * (rows + 1), heads * (columns + 1))
-    cell = min(MAX_CELL, WIDEST_INCHES / mosaic.shape[1])
+    cell = min(MAX_CELL, MAX_INCHES / mosaic.shape[1])
     figure, (axes,) = new_figure(max(cell * mosaic.shape[1], 2.0) + 1.5, max(cell * mosaic.shape[0], 1.5) + 1.5)
     colours = require("matplotlib").colormaps["viridis"].with_extremes(under="#c8c8c8")
     low, high = (float(maps[maps > 0].min()) if one else 0.0), float(maps.max())

@@ -21,11 +21,11 @@ from transformer_kernels.ops.norm._triton import (
     store_sums,
 )
 
-WIDEST_NORMALISED = 8192
+MAX_NORMALISED_COLUMNS = 8192
 """Maximum width of a row in registers, forward and backward."""
 
-FORWARD = Tiles("embedding forward", whole_rows, widest=WIDEST_NORMALISED)
-BACKWARD = Tiles("embedding backward", persistent_rows, widest=WIDEST_NORMALISED)
+FORWARD = Tiles("embedding forward", whole_rows, widest=MAX_NORMALISED_COLUMNS)
+BACKWARD = Tiles("embedding backward", persistent_rows, widest=MAX_NORMALISED_COLUMNS)
 
 
 @triton.jit
@@ -131,9 +131,9 @@ class Kernels(_kernels.Kernels):
     def unsupported(cls, call: EmbeddingCall) -> str | None:
         """Why these kernels do not support the call, or None."""
         columns = call.weight.shape[1]
-        if call.norm_weight is None or columns <= WIDEST_NORMALISED:
+        if call.norm_weight is None or columns <= MAX_NORMALISED_COLUMNS:
             return None
-        return f"rows of {columns} columns with LayerNorm; up to {WIDEST_NORMALISED}, use backend='cuda'"
+        return f"rows of {columns} columns with LayerNorm; up to {MAX_NORMALISED_COLUMNS}, use backend='cuda'"
 
     def __init__(self, call: EmbeddingCall) -> None:
         weight, tokens, positions = call.weight, call.tokens, call.positions
