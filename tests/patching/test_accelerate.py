@@ -602,3 +602,25 @@ def test_a_call_with_fewer_arguments_than_one_that_was_left() -> None:
         for arguments in ((x, [3], w, None, 0.0), (x, [3]), (x, [3], w)):
             torch.testing.assert_close(F.layer_norm(*arguments), torch.layer_norm(*arguments))
     assert sum(row.calls for row in block.report().rows) == 6
+
+
+@pytest.mark.skipif("cpu" not in BACKENDS, reason="the CPU kernels are not built")
+def test_sizes_that_are_left_without_a_look_at_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those below both sizes of an operation; sizes before PyTorch's begin are rerouted."""
+    table, x = _crossovers.TABLE[_crossovers.level()], torch.randn(4, 16)
+    q, k = torch.randn(1, 2, 4, 4), torch.randn(1, 2, 8, 4)
+    for limits, left in (((65, 65), True), ((65, 64), False), (((1, 65), 65), False), (((0, 65), 65), True)):
+        for name in ("gelu", "gelu_tanh", "softmax", "attention", "embedding"):
+            monkeypatch.setitem(table, (f"{name} rerouted", 4), limits)
+        _torch_calls._left_below.cache_clear()
+        for name, args, kwargs in (
+            ("gelu", (x,), {}),
+            ("gelu", (x,), {"approximate": "tanh"}),
+            ("softmax", (x, -1), {}),
+            ("attention", (q, k, k), {}),  # 2 x 4 x 8 scores
+            ("embedding", (torch.randn(9, 16), torch.zeros(4, dtype=torch.int64)), {}),
+        ):
+            assert _torch_calls.is_small(name, args, kwargs) is left, (name, limits)
+    assert not _torch_calls.is_small("gelu", (x.double(),), {})
+    assert not _torch_calls.is_small("gelu", (), {"input": x})
+    _torch_calls._left_below.cache_clear()

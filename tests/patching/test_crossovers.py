@@ -57,7 +57,8 @@ def test_inference_of_few_tokens_is_pytorchs(family, computed, monkeypatch):
     batch = models.inputs(family, None)
     with torch.no_grad():
         out = ours(**batch).logits
-        assert not [name for name in computed if name != "cross_entropy" and "gelu" not in name]
+        known = {"cross_entropy", "rms_norm"}  # transformers' RMSNorm is eight calls of torch
+        assert not [name for name in computed if name not in known and "gelu" not in name]
         torch.testing.assert_close(out, plain(**batch).logits, rtol=1e-5, atol=1e-5)
 
 
@@ -121,7 +122,7 @@ def test_what_a_layer_asks_for_is_not_lost(computed, monkeypatch):
     torch.testing.assert_close(weights @ v, out.transpose(1, 2), rtol=1e-5, atol=1e-6)
 
 
-def test_each_instruction_set_has_a_table_of_its_own(monkeypatch):
+def test_each_instruction_set_has_a_table_of_its_own(monkeypatch, unplanned):
     x = torch.randn(1 << 13)
     limits = {"avx2": (0, 0), "avx512": (1 << 13, 1 << 14), "amx": (1 << 14, 1 << 13)}
     for name, limit in limits.items():
@@ -130,13 +131,16 @@ def test_each_instruction_set_has_a_table_of_its_own(monkeypatch):
     for instruction_set, name in sets.items():
         module = SimpleNamespace(instruction_set=lambda found=instruction_set: found)
         monkeypatch.setattr(_crossovers, "compiled", lambda found=module: found)
+        _crossovers.level.cache_clear()
         assert _crossovers.level() == name and _crossovers.crossover("gelu", 4) == limits[name]
         with torch.no_grad():
             assert _crossovers.is_small("gelu", x, x.numel(), None) == (name == "amx")
             assert not _crossovers.is_small("gelu", x, x.numel(), "cpu")
         assert not _crossovers.is_small("gelu", x, x.numel(), None)  # with gradients
     monkeypatch.setattr(_crossovers, "compiled", lambda: None)
+    _crossovers.level.cache_clear()
     assert _crossovers.level() == "avx2"
+    _crossovers.level.cache_clear()
 
 
 def test_the_tables_have_the_same_entries():

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import transformer_kernels as tk
 from tests.support.transformers_models import one_thread  # noqa: F401  # a fixture of every test here
 from transformer_kernels.backends import cpu
-from transformer_kernels.patching import _output
+from transformer_kernels.patching import _products
 from transformer_kernels.patching._output import OutputLayer
 from transformer_kernels.patching._swap import swap
 
@@ -59,7 +59,7 @@ def test_gradients_are_those_of_a_linear_layer(rows, bias):
 def test_inference_is_the_product_of_any_patched_layer(monkeypatch):
     eager, ours = pair()
     called = []
-    monkeypatch.setattr(_output, "product", lambda *given: called.append(given) or F.linear(*given[:3]))
+    monkeypatch.setattr(_products, "product", lambda *given: called.append(given) or F.linear(*given[:3]))
     x = torch.randn(2, 12, 6)
     with torch.no_grad():
         assert torch.equal(ours(x), eager(x)) and len(called) == 1

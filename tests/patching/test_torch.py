@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import re
 
@@ -325,3 +326,107 @@ def test_a_number_is_normalised():
     tk.patch(module, "torch")
     with pytest.raises(IndexError, match="Softmax: dim must be an axis"):
         module(torch.tensor(3.0))
+
+
+def outcome(module, *inputs, **options):
+    """The result of a call, or the exception that it raises."""
+    try:
+        out = module(*inputs, **options)
+    except Exception as error:
+        return type(error), str(error)
+    return out[0] if isinstance(out, tuple) else out
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.float32])
+def test_masks_of_another_dtype_than_the_queries(dtype, training, recorded):
+    attention, layer = nn.MultiheadAttention(12, 2), nn.TransformerEncoderLayer(12, 2, 24, 0.0, batch_first=True)
+    x = torch.randn(2, 5, 12)
+    for module, inputs, names in (
+        (attention, (x, x, x), ("attn_mask", "key_padding_mask")),
+        (layer, (x,), ("src_mask", "src_key_padding_mask")),
+        (nn.TransformerDecoderLayer(12, 2, 24, 0.0), (x, x), ("tgt_mask", "tgt_key_padding_mask")),
+    ):
+        module.train(training)
+        patched = copy.deepcopy(module)
+        tk.patch(patched)
+        first = 5 if module is layer else 2
+        masks = torch.zeros(first, first, dtype=dtype), torch.zeros((2, 5) if module is layer else (5, 2), dtype=dtype)
+        for name, mask in zip(names, masks, strict=True):
+            with torch.set_grad_enabled(recorded):
+                mine, theirs = (outcome(each, *inputs, **{name: mask}) for each in (patched, module))
+            if isinstance(theirs, tuple):
+                assert mine == theirs, name
+            else:
+                torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer])
+def test_a_block_that_is_replaced_after_patching(kind):
+    plain = kind(12, 2, 24, 0.0)
+    patched = copy.deepcopy(plain)
+    tk.patch(patched)
+    for each in (plain, patched):
+        each._ff_block = torch.zeros_like
+    inputs = torch.randn(1 if kind is nn.TransformerEncoderLayer else 2, 5, 2, 12)
+    torch.testing.assert_close(patched(*inputs), plain(*inputs), rtol=1e-4, atol=1e-5)
+
+
+class Doubled(nn.TransformerEncoderLayer):
+    """A layer with its own feed-forward block, which torch's fused inference path leaves out."""
+
+    def _ff_block(self, x):
+        return 2 * super()._ff_block(x)
+
+
+@pytest.mark.parametrize("layers", [0, 2])
+def test_the_block_of_a_subclass_runs_in_inference_as_in_training(layers):
+    layer = Doubled(12, 2, 24, 0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, layers) if layers else layer
+    tk.patch(model.eval())
+    x = torch.randn(2, 5, 12)
+    with torch.no_grad():
+        found = model(x)
+    torch.testing.assert_close(found, model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_small_inference_changes_no_module_that_other_threads_read(monkeypatch):
+    attention = nn.MultiheadAttention(12, 2, batch_first=True)
+    layer = nn.TransformerEncoderLayer(12, 2, 24, batch_first=True)
+    modules = [attention.eval(), layer.eval()]
+    for module in modules:
+        tk.patch(module)
+    before = [{**vars(part)} for module in modules for part in module.modules()]
+    called = []
+
+    def observed(fused, *args):
+        called.append([{**vars(part)} for module in modules for part in module.modules()] == before)
+        return fused(*args)
+
+    for name in ("_native_multi_head_attention", "_transformer_encoder_layer_fwd"):
+        monkeypatch.setattr(torch, name, functools.partial(observed, getattr(torch, name)))
+    x = torch.randn(1, 5, 12)
+    with torch.no_grad():
+        attention(x, x, x)
+        layer(x)
+    assert called == [True, True]
+
+
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm, nn.MultiheadAttention])
+def test_a_parametrized_module_in_small_inference(kind):
+    class Twice(nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    plain = (kind(12, 2, batch_first=True) if kind is nn.MultiheadAttention else kind(12)).eval()
+    patched = copy.deepcopy(plain)
+    tk.patch(patched)
+    for each in (plain, patched):
+        name = "in_proj_weight" if kind is nn.MultiheadAttention else "weight"
+        nn.utils.parametrize.register_parametrization(each, name, Twice())
+        each.eval()
+    x = torch.randn(1, 5, 12)
+    inputs = (x, x, x) if kind is nn.MultiheadAttention else (x,)
+    with torch.no_grad():
+        torch.testing.assert_close(outcome(patched, *inputs), outcome(plain, *inputs), rtol=1e-4, atol=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,10 +22,14 @@ LEVELS = {"avx512": "avx512", "avx512_bf16": "avx512", "amx": "amx"}
 """The column of the table for an instruction set; all others use "avx2"."""
 
 
+@functools.cache
 def level() -> str:
     """The table of the instruction set that the CPU kernels use."""
     module = compiled()
     return "avx2" if module is None else LEVELS.get(module.instruction_set(), "avx2")
+
+
+cpu.dependents.append(level.cache_clear)
 
 
 def crossover(name: str, itemsize: int, column: str | None = None) -> tuple[Limit, Limit]:
@@ -95,14 +100,16 @@ def native(found: Native | None, call: Any, values: Sequence[Any]) -> Callable[.
     return found.function if prefers_torch(found.name, found.elements, x.dtype.itemsize, recorded=False) else None
 
 
-def is_small(name: str, x: Tensor, elements: int, backend: str | None, random: bool = False) -> bool:
-    """Whether an operation of so many elements is inference on a CPU in which PyTorch's operators are faster.
+def is_small(limit: int | str, x: Tensor, elements: int, backend: str | None, random: bool = False) -> bool:
+    """Whether a call that reads x is inference on a CPU of fewer elements than a limit, or than an operation's.
 
     Not so where it draws random numbers, which recomputation with gradients must draw again.
     """
     if random or torch.is_grad_enabled() or not is_automatic(x, backend):
         return False
-    return prefers_torch(name, elements, x.dtype.itemsize, recorded=False)
+    if isinstance(limit, int):
+        return elements < limit
+    return prefers_torch(limit, elements, x.dtype.itemsize, recorded=False)
 
 
 def is_automatic(x: Tensor, backend: str | None) -> bool:

@@ -22,17 +22,16 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from transformer_kernels.backends import cpu
 from transformer_kernels.backends.dispatch import get_backend, requested
-from transformer_kernels.ops._foreign import PLAIN
-from transformer_kernels.ops._plan import guard, keep
 from transformer_kernels.patching._report import CallReport, CallRow
 from transformer_kernels.patching._torch_calls import (
+    FASTER,
     FLEX,
     FUNCTIONS,
     VARLEN,
     Handler,
     flex_attention,
+    is_small,
     softmax,
     varlen_attention,
 )
@@ -52,19 +51,6 @@ class _Block(NamedTuple):
 _block: ContextVar[_Block | None] = ContextVar("transformer_kernels_acceleration")
 _everywhere: list[_Block | None] = [None]
 """The block of `transformer-kernels run`, active in threads that have entered no block."""
-
-
-class _Left(NamedTuple):
-    """Calls of one layout that are PyTorch's, with the reason."""
-
-    names: tuple[str, ...]
-    fits: Callable[[str | None, Any], bool]
-    reason: str
-
-
-_left: dict[Any, _Left] = {}
-"""By handler and shape of the first argument."""
-cpu.dependents.append(_left.clear)
 
 
 def _active() -> Acceleration | None:
@@ -169,14 +155,8 @@ class Acceleration:
         if caller.startswith(PACKAGE) and caller != __name__:  # an operation calls PyTorch's function
             return original(*args, **kwargs)
         backend = self.backend or get_backend()
-        values, names = (*args, *kwargs.values()), tuple(kwargs)
-        try:
-            key: Any = handler, args[0].shape
-        except (AttributeError, IndexError, RuntimeError):  # the first argument is no dense tensor
-            key = None
-        left = _left.get(key)
-        if left is not None and left.names == names and left.fits(backend, values):
-            self._count(operation, None, left.reason)
+        if backend == "auto" and is_small(operation, args, kwargs):
+            self._count(operation, None, FASTER)
             return original(*args, **kwargs)
         try:
             result = handler(backend, *args, **kwargs)
@@ -186,8 +166,6 @@ class Acceleration:
             else:
                 raise
         if isinstance(result, str):
-            if key is not None and all(type(x) in PLAIN for x in values if isinstance(x, Tensor)):
-                keep(_left, key, _Left(names, guard(backend, values), result))
             self._count(operation, None, result)
             return original(*args, **kwargs)
         self._count(operation, _backend_of(result, backend), None)

@@ -8,6 +8,9 @@ from typing import Any
 from transformer_kernels.backends.dispatch import requested
 from transformer_kernels.ops._foreign import are_plain, refused
 
+BLOCKS = frozenset({"_sa_block", "_mha_block", "_ff_block"})
+"""Methods of torch.nn's encoder and decoder layers that a program may replace after it patched them."""
+
 
 def left(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """Why the original code of a patched module computes this call; None if the operations do.
@@ -18,6 +21,8 @@ def left(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | No
     """
     if not are_plain(module._parameters.values()):
         return "a parameter is not a dense tensor"
+    if not BLOCKS.isdisjoint(module.__dict__):
+        return "a block of it was replaced"
     return refused(type(module).__name__, module.backend, (*args, *kwargs.values()) if kwargs else args)
 
 

@@ -13,13 +13,13 @@ from transformer_kernels.graphs import in_one_piece
 from transformer_kernels.ops._foreign import foreign
 from transformer_kernels.ops.linear import LinearCall
 from transformer_kernels.ops.linear import _cpu as linear_cpu
-from transformer_kernels.patching._products import AnyLinear, are_ours, is_eager_cpu, product
+from transformer_kernels.patching._products import Linear, are_ours, is_eager_cpu
 
 FEW = 0.75  # of the rows; for more of them, gathering does not pay
 FIRST_COLUMNS = 64  # a softmax has a gradient for each class
 
 
-class OutputLayer(AnyLinear):
+class OutputLayer(Linear):
     """x weight^T + bias, whose gradients on a CPU are computed from those rows that have one.
 
     The tokens that a loss ignores (85 % of them in masked language modelling, padding, prompts) have none, and two of
@@ -29,9 +29,9 @@ class OutputLayer(AnyLinear):
     operation = "products of rows with a gradient"
 
     def forward(self, input: Tensor) -> Tensor:
-        eager = is_eager_cpu(input) and foreign(self.weight) is None
-        if not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or not eager:
-            return product(input, self.weight, self.bias, self.backend)
+        recorded = torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+        if not recorded or not is_eager_cpu(input) or foreign(self.weight) is not None:
+            return super().forward(input)
         return _RowsWithGradient.apply(input, self.weight, self.bias, are_ours(input, self.weight, self.backend))
 
 

@@ -41,8 +41,10 @@ def are_ours(x: Tensor, weight: Tensor, backend: str | None) -> bool:
 
 def linear_is_ours(x: Tensor, weight: Tensor, backend: str | None) -> bool:
     """Whether it multiplies x (..., K) by weight (N, K), in float32 or, with gradients, in autocast's bfloat16."""
+    if is_compiling() or linear_cpu.are_few(x.numel() // max(1, x.shape[-1]), weight):
+        return False
     recorded = torch.is_grad_enabled()
-    if is_compiling() or not linear_cpu.multiplies(x, weight, recorded) or requested(backend) not in OURS:
+    if not linear_cpu.multiplies(x, weight, recorded) or requested(backend) not in OURS:
         return False
     dtype = autocast_dtype(x)
     if dtype is None:
@@ -101,7 +103,11 @@ class Linear(AnyLinear):
     """x W^T + b of a layer inside a model; the report does not list it."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return product(input, self.weight, self.bias, self.backend)
+        try:  # in a tenth of the time of the attributes
+            weight, bias = self._parameters["weight"], self._parameters["bias"]
+        except KeyError:  # a parametrization, or pruned
+            weight, bias = self.weight, self.bias
+        return product(input, weight, bias, self.backend)  # type: ignore[arg-type]
 
 
 def adopt_linear_layers(module: nn.Module) -> None:

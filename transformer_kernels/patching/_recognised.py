@@ -35,7 +35,6 @@ class RMSNorm(Mixin):
     """weight * normed(x).to(dtype): the result has the wider dtype of input and weight (Llama)."""
 
     operation = "rms_norm"
-    small_below = 1 << 14
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return rms_norm_of(self, hidden_states, self.backend)
@@ -69,7 +68,6 @@ class RoundedRMSNorm(Mixin):
     """(weight * normed(x)).to(dtype), rounded once (OLMo 2, gpt-oss, Helium)."""
 
     operation = "rms_norm"
-    small_below = 1 << 12
 
     def scale(self, x: Tensor) -> Tensor:
         """The factor of normalised rows of x."""
@@ -82,7 +80,6 @@ class RoundedRMSNorm(Mixin):
 class ShiftedRMSNorm(RoundedRMSNorm):
     """((1 + weight) * normed(x)).to(dtype) (Gemma)."""
 
-    small_below = 1 << 14
     forward = RoundedRMSNorm.forward
 
     def scale(self, x: Tensor) -> Tensor:

@@ -11,10 +11,12 @@ from transformer_kernels import nn as ours
 from transformer_kernels import ops
 from transformer_kernels.backends.dispatch import requested
 from transformer_kernels.patching._fused import activated, add_norm, dropped
+from transformer_kernels.patching._guard import BLOCKS
 from transformer_kernels.patching._products import product, product_of
 from transformer_kernels.patching._real_tokens import RealTokens, zeroed
 from transformer_kernels.patching._recognised import rms_norm_of
-from transformer_kernels.patching._swap import is_plain
+from transformer_kernels.patching._swap import flattened, has_hooks, is_plain
+from transformer_kernels.patching._torch_calls import is_autocast
 
 
 class LayerNorm(ours.LayerNorm):
@@ -62,11 +64,11 @@ class MultiHeadAttention(ours.MultiHeadAttention):
             return "kdim or vdim differ from embed_dim"
         return "add_bias_kv or add_zero_attn" if module.bias_k is not None or module.add_zero_attn else None
 
-    def original_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """torch's forward, called with the original value of `_qkv_same_embed_dim`."""
-        twin = object.__new__(nn.MultiheadAttention)
-        vars(twin).update(vars(self) | {"_qkv_same_embed_dim": True})
-        return nn.MultiheadAttention.forward(twin, *args, **kwargs)
+    def as_before(self, *args: Any, **kwargs: Any) -> Any:
+        """The original forward, its fused path included, which `_adopt` closes for other callers."""
+        return nn.MultiheadAttention.forward(flattened(self, _qkv_same_embed_dim=True), *args, **kwargs)
+
+    original_forward = as_before
 
     def _adopt(self) -> None:
         self._qkv_same_embed_dim = False
@@ -74,9 +76,12 @@ class MultiHeadAttention(ours.MultiHeadAttention):
     def _release(self) -> None:
         self._qkv_same_embed_dim = True
 
-    def as_before(self, args: Any, kwargs: Any) -> Any:
-        """The original forward, its fused path included."""
-        return _with_fused_path(self, nn.MultiheadAttention.forward, self, args, kwargs)
+    def _masks(
+        self, key_padding_mask: Tensor | None, attn_mask: Tensor | None, q: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        if _differ(q, key_padding_mask, attn_mask):  # of which the original accepts some
+            raise TypeError(f"MultiheadAttention: a mask must be bool, float32 or {q.dtype}")
+        return super()._masks(key_padding_mask, attn_mask, q)
 
     def of_packed(self, x: Tensor, bounds: Tensor) -> Tensor:
         """Attention of packed sequences (1, T, E), or (T, 1, E), to themselves."""
@@ -89,14 +94,10 @@ class MultiHeadAttention(ours.MultiHeadAttention):
         return product(x, weight, bias, self.backend)
 
 
-def _with_fused_path(attention: Any, forward: Any, module: Any, args: Any, kwargs: Any) -> Any:
-    """A forward of torch that may use the fused inference path, which `_adopt` closes for other callers."""
-    state = attention.__dict__
-    state["_qkv_same_embed_dim"] = True
-    try:
-        return forward(module, *args, **kwargs)
-    finally:
-        state["_qkv_same_embed_dim"] = False
+def _differ(x: Tensor, *masks: Tensor | None) -> bool:
+    """Whether a mask has a dtype that torch, without autocast, does not take beside x in every path."""
+    usual = torch.bool, torch.float32, x.dtype
+    return not is_autocast(x) and any(mask is not None and mask.dtype not in usual for mask in masks)
 
 
 class TransformerEncoder(nn.TransformerEncoder):
@@ -150,7 +151,8 @@ def _is_patched(layer: Any) -> bool:
 
 def _is_plain(layer: Any) -> bool:
     """Whether nothing has to see the padded input of a layer."""
-    return is_plain(layer, nn.TransformerEncoderLayer) and is_plain(layer.self_attn, nn.MultiheadAttention)
+    plain = is_plain(layer, nn.TransformerEncoderLayer) and is_plain(layer.self_attn, nn.MultiheadAttention)
+    return plain and BLOCKS.isdisjoint(vars(layer))
 
 
 def _over(attention: Any, bounds: Tensor) -> Any:
@@ -166,12 +168,12 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
     small_tensors = 1
     backend: str | None
 
-    def as_before(self, args: Any, kwargs: Any) -> Any:
+    def as_before(self, *args: Any, **kwargs: Any) -> Any:
         """The original forward, its fused path included."""
-        attention, forward = self._modules["self_attn"], nn.TransformerEncoderLayer.forward
-        if isinstance(attention, MultiHeadAttention):
-            return _with_fused_path(attention, forward, self, args, kwargs)
-        return forward(self, *args, **kwargs)
+        layer, attention = flattened(self), self._modules["self_attn"]
+        if isinstance(attention, MultiHeadAttention) and not has_hooks(attention):
+            layer.__dict__["self_attn"] = flattened(attention, _qkv_same_embed_dim=True)
+        return nn.TransformerEncoderLayer.forward(layer, *args, **kwargs)
 
     def forward(
         self,
@@ -181,8 +183,9 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         is_causal: bool = False,
     ) -> Tensor:
         masks = {"attn_mask": src_mask, "key_padding_mask": src_key_padding_mask, "is_causal": is_causal}
-        if is_causal and src_mask is None and requested(self.backend) == "auto":
-            return self.as_before((src, src_mask, src_key_padding_mask, is_causal), {})
+        unusual = (is_causal and src_mask is None) or _differ(src, src_mask, src_key_padding_mask)
+        if unusual and requested(self.backend) == "auto":
+            return self.as_before(src, src_mask, src_key_padding_mask, is_causal)
         return _stacked(self, src, [(self.self_attn, None, masks)], [self.norm1, self.norm2])
 
 

@@ -7,6 +7,7 @@ alignment of causality, the polarity of masks, the axis of classes and the dtype
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,12 +16,15 @@ import torch
 from torch import Tensor
 
 from transformer_kernels import ops
+from transformer_kernels.backends import cpu
 from transformer_kernels.backends.dispatch import unavailable
 from transformer_kernels.ops._crossover_table import REROUTED
-from transformer_kernels.ops._crossovers import prefers_torch
+from transformer_kernels.ops._crossovers import crossover, prefers_torch
 from transformer_kernels.ops._foreign import rejected
+from transformer_kernels.ops._plan import any_autocast
 from transformer_kernels.ops.attention import flex
 from transformer_kernels.ops.embedding._padding import without_gradient
+from transformer_kernels.ops.linear import _cpu as linear_cpu
 from transformer_kernels.patching._products import linear_is_ours
 
 FLOATING = (torch.float32, torch.float16, torch.bfloat16)
@@ -71,6 +75,38 @@ def refusal(
     if prefers_torch(name + REROUTED, elements, dtype.itemsize, recorded=recorded, random=random):
         return FASTER
     return "the CPU kernels are not available" if unavailable("cpu", device) is not None else None
+
+
+def is_small(operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call has so few elements that "auto" leaves it to PyTorch whatever else it asks for."""
+    try:
+        x = args[0]
+        if not x.is_cpu or any_autocast():
+            return False
+        if operation == "linear":
+            return linear_cpu.are_few(x.numel() // x.size(-1), args[1])
+        elements = x.numel()
+        if operation == "attention":
+            elements = elements // x.size(-1) * args[1].size(-2)
+        elif operation == "embedding":
+            elements = args[1].numel() * x.size(-1)
+        elif kwargs.get("approximate") == "tanh":
+            operation = "gelu_tanh"
+        return elements < _left_below(operation, x.dtype)
+    except (AttributeError, IndexError, RuntimeError, TypeError, ZeroDivisionError):  # the handler has the reason
+        return False
+
+
+@functools.cache
+def _left_below(operation: str, dtype: torch.dtype) -> int:
+    """The elements below which "auto" leaves calls to PyTorch, with gradients and without."""
+    if dtype not in FLOATING or cpu.is_reproducible():
+        return 0
+    limits = crossover(operation + REROUTED, dtype.itemsize)
+    return min(limit if isinstance(limit, int) else 0 if limit[0] else limit[1] for limit in limits)
+
+
+cpu.dependents.append(_left_below.cache_clear)
 
 
 def computed_dtype(x: Tensor) -> torch.dtype:

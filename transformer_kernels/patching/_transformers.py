@@ -40,7 +40,8 @@ class TanhActivation(Activation):
 class ResidualNorm(Mixin):
     """LayerNorm(dropout(dense(x)) + residual): the output of BERT's attention and feed-forward network."""
 
-    operation = "add_layer_norm"
+    operation = small_below = "add_layer_norm"
+    small_argument = 1
 
     def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
         branch = self.dense(hidden_states)
