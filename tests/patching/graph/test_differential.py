@@ -1,8 +1,8 @@
 """Small programs, spelled in hundreds of ways, compiled by the graph route: never wrong, and not blind.
 
-A program must give eager PyTorch's outputs and gradients, whether it was matched or not. In float64 the two agree to
-1e-10, so a match of something that is nearly attention or nearly a norm is found. The plain spellings of each family
-must be matched.
+A program must give eager PyTorch's outputs and gradients, whether it was matched or not, by a named backend and by the
+fastest. In float64 the two agree to 1e-10, so a match of something that is nearly attention or nearly a norm is found.
+The plain spellings of each family must be matched.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from tests.support.day import EVERY
 from tests.support.handwritten import Family
 from tests.support.handwritten.catalogue import FAMILIES, OPEN
-from tests.support.handwritten.compare import AUTOCAST, EVALUATED, EXACT, SINGLE, Mode, failures
+from tests.support.handwritten.compare import AUTOCAST, EVALUATED, EXACT, HALF, SINGLE, Mode, failures
 from transformer_kernels.backends import cpu
 
 pytestmark = pytest.mark.skipif(
@@ -50,7 +50,7 @@ def test_what_only_resembles_it_is_right(family: Family) -> None:
     none(failures([program for program in programs if program.without_gradients], EVALUATED))
 
 
-@pytest.mark.parametrize("mode", (SINGLE, AUTOCAST), ids=("float32", "autocast"))
+@pytest.mark.parametrize("mode", (SINGLE, HALF, AUTOCAST), ids=("float32", "bfloat16", "autocast"))
 @families
 def test_few_random_spellings(family: Family, mode: Mode) -> None:
     none([line for line in failures(family.sampled(6, 1), mode) if "was recognised, only" not in line])

@@ -316,9 +316,16 @@ def test_a_changed_mask_counts():
     assert "attention" in compiled.report().matched
 
 
+class Added(Masked):
+    def forward(self, x):
+        bias = torch.zeros(8, 8).masked_fill(self.mask[:8, :8].bool(), self.fill)
+        return torch.softmax(x @ x.mT + bias, -1) @ x
+
+
+@pytest.mark.parametrize("kind", (Masked, Added))
 @pytest.mark.parametrize("fill", (-1e9, -math.inf))
-def test_a_row_without_keys_is_as_written(fill):
-    model = Masked(fill)
+def test_a_row_without_keys_is_as_written(fill, kind):
+    model = kind(fill)
     model.mask[3] = 1.0
     compiled = tk.compile(model, backend="torch")
     x = sample(2, 8, 16)

@@ -49,6 +49,7 @@ CHANGES = {
     "in place": lambda model: model.mask.logical_not_().fill_diagonal_(False),
     "one element": lambda model: model.mask.__setitem__((3, 0), True),
     "another tensor": lambda model: setattr(model, "mask", torch.zeros_like(model.mask)),
+    "other data": lambda model: setattr(model.mask, "data", torch.zeros_like(model.mask)),
     "loaded": lambda model: model.load_state_dict({"mask": torch.ones(8, 8, dtype=torch.bool).tril(-2)}),
 }
 
@@ -267,13 +268,39 @@ def test_norms_with_and_without_an_eps(norm, eps):
     assert dict(matched) == ({} if eps == 0.0 else {f"add_{norm}": 1, norm: 1})
 
 
-def test_two_calls_that_draw_are_two_values():
-    """Attention with dropout, called twice with the same arguments: its product with itself is not its square."""
+def _multi_head(q: Tensor) -> Tensor:
+    weights = (torch.ones(24, 8), None, None, None, False, 0.5, torch.eye(8), None)
+    return nn.functional.multi_head_attention_forward(q[0], q[0], q[0], 8, 2, *weights, need_weights=False)[0]
 
-    def program(q: Tensor, weight: Tensor) -> Tensor:
-        first, second = (nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=0.5) for _ in range(2))
-        return first * torch.rsqrt((first * second).mean(-1, keepdim=True) + 1e-5) * weight
+
+DRAWN = {
+    "sdpa": lambda q: nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=0.5),
+    "dropout": lambda q: nn.functional.dropout(q, 0.5),
+    "random numbers": torch.rand_like,
+    "multi-head attention": _multi_head,
+}
+OF_TWO = {
+    "square": lambda x, y: x * torch.rsqrt((x * y).mean(-1, keepdim=True) + 1e-5),
+    "inverse": lambda x, y: x * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5),
+    "gate": lambda x, y: x * torch.sigmoid(y) * (x + 1.0),
+    "mean": lambda x, y: (x - x.mean(-1, keepdim=True)) * torch.rsqrt(y.var(-1, unbiased=False, keepdim=True) + 1e-5),
+    "gelu": lambda x, y: 0.5 * x * (1.0 + torch.erf(y / math.sqrt(2.0))),
+}
+
+
+@pytest.mark.parametrize("drawn", DRAWN.values(), ids=list(DRAWN))
+def test_two_calls_that_draw_are_two_values(drawn):
+    """Dropout, called twice with the same arguments: its product with itself is not its square, and so on."""
+
+    def program(q: Tensor, weight: Tensor) -> list[Tensor]:
+        return [combined(drawn(q), drawn(q)) * weight for combined in OF_TWO.values()]
 
     compiled, matched = routed(program)
     compiled(torch.ones(2, 2, 8, 8), torch.ones(8))
-    assert "rms_norm" not in matched
+    assert not {"rms_norm", "layer_norm", "gelu", "swiglu"} & matched.keys()
+
+
+def test_dropout_of_whole_channels_is_torchs():
+    compiled, _ = routed(lambda x: torch.feature_dropout(x, 0.5, True))
+    channels = compiled(torch.ones(8, 16, 16, 16)).flatten(2)
+    assert torch.equal(channels.amin(-1), channels.amax(-1))

@@ -135,6 +135,7 @@ SOFTMAX: dict[str, Callable[[Tensor], Tensor]] = {
     "module": lambda s: nn.Softmax(dim=-1)(s),
     "float": lambda s: F.softmax(wide(s), dim=-1).type_as(s),
     "dtype": lambda s: F.softmax(s, dim=-1, dtype=wide(s).dtype).to(s.dtype),
+    "double": lambda s: F.softmax(s.double(), dim=-1).to(s),
 }
 AFTERWARDS: dict[str, Callable[[Tensor], Tensor]] = {
     "nothing": lambda w: w,

@@ -338,6 +338,24 @@ def multihead_attention_with_weights(y, Wqkv, W):
     )
 
 
+@trap
+def multihead_attention_of_a_memory(y, residual, Wqkv, W, bias):
+    q, k = y.transpose(0, 1), residual.transpose(0, 1)
+    return F.multi_head_attention_forward(
+        q, k, k, D, H, Wqkv, Wqkv[:, 0], None, None, False, 0.0, W, bias, need_weights=False
+    )[0]
+
+
+@trap
+def multihead_attention_of_three(y, residual, gate, Wqkv, W):
+    q, k, v = (x.transpose(0, 1) for x in (y, residual, gate))
+    first, second = (
+        F.multi_head_attention_forward(q, *given, D, H, Wqkv, None, None, None, False, 0.0, W, None)[0]
+        for given in ((k, v), (q, v))
+    )
+    return first + second
+
+
 # Repeated heads
 def _many(q, other):
     return torch.cat((q, other), 1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import copy
+import functools
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -52,6 +54,7 @@ class Mode:
 
 EXACT, EVALUATED = Mode(torch.float64), Mode(torch.float64, gradients=False)
 SINGLE, AUTOCAST = Mode(torch.float32), Mode(torch.float32, autocast=True)
+HALF = Mode(torch.bfloat16)
 
 
 @dataclass
@@ -63,18 +66,36 @@ class Results:
     inputs: list[Tensor]
 
 
-def routed(function: Callable[..., Any], kernels: str) -> tuple[Callable[..., Any], collections.Counter[str]]:
-    """The function compiled by the graph route for the backend `kernels`, and the matches of each operation so far."""
-    matched: collections.Counter[str] = collections.Counter()
+Compiled = tuple[Callable[..., Any], collections.Counter[str]]
+"""A compiled function, and the matches of each operation so far."""
+
+
+def routed_for(function: Callable[..., Any], backends: Sequence[str | None]) -> list[Compiled]:
+    """The function compiled by the graph route for each of the backends, None is the fastest; traced once for all."""
+    matched = [collections.Counter[str]() for _ in backends]
+    chosen = 0
 
     def backend(graph_module: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        outcome = graph.rewrite(graph_module, torch.is_grad_enabled(), kernels)
-        graph_module.graph.lint()
-        graph_module.recompile()
-        matched.update(outcome.matched)
-        return graph_module.forward
+        copies = [copy.deepcopy(graph_module) for _ in backends]
+        for module, name, counter in zip(copies, backends, matched, strict=True):
+            counter.update(graph.rewrite(module, torch.is_grad_enabled(), name).matched)
+            module.graph.lint()
+            module.recompile()
+        return lambda *arguments: copies[chosen].forward(*arguments)
 
-    return torch.compile(function, backend=backend), matched
+    compiled = torch.compile(function, backend=backend)
+
+    def run(index: int, *arguments: Any, **options: Any) -> Any:
+        nonlocal chosen
+        chosen = index
+        return compiled(*arguments, **options)
+
+    return [(functools.partial(run, index), counter) for index, counter in enumerate(matched)]
+
+
+def routed(function: Callable[..., Any], kernels: str) -> Compiled:
+    """The function compiled by the graph route for the backend `kernels`, and the matches of each operation so far."""
+    return routed_for(function, [kernels])[0]
 
 
 @contextmanager
@@ -116,19 +137,19 @@ def run_eager(programs: Sequence[Program], mode: Mode) -> list[Results]:
     return found
 
 
-def run_routed(programs: Sequence[Program], mode: Mode) -> tuple[list[Results], collections.Counter[str]]:
-    """All programs in one compilation."""
+def run_routed(programs: Sequence[Program], mode: Mode) -> Iterator[tuple[list[Results], collections.Counter[str]]]:
+    """All programs in one compilation: by the named backend, and by the fastest, PyTorch's functions included."""
     functions = [program.function for program in programs]
 
     def together(*arguments: list[Tensor]) -> list[Any]:
         return [function(*given) for function, given in zip(functions, arguments, strict=True)]
 
     torch._dynamo.reset()
-    compiled, matched = routed(together, mode.kernels)
-    inputs = [program.inputs(mode.dtype, mode.gradients) for program in programs]
-    with mode(), float64_is_matched():
-        results = compiled(*(list(each.values()) for each in inputs))
-    return [backward(*each) for each in zip(programs, inputs, results, strict=True)], matched
+    for compiled, matched in routed_for(together, (mode.kernels, None)):
+        inputs = [program.inputs(mode.dtype, mode.gradients) for program in programs]
+        with mode(), float64_is_matched():
+            results = compiled(*(list(each.values()) for each in inputs))
+        yield [backward(*each) for each in zip(programs, inputs, results, strict=True)], matched
 
 
 def check(program: Program, mode: Mode, ours: Results, exact: Results, eager: Results) -> None:
@@ -167,8 +188,10 @@ def failures(programs: Sequence[Program], mode: Mode) -> list[str]:
     programs = [program for program in programs if mode.takes(program)]
     assert programs or mode is EVALUATED, "no program runs in this mode"
     found: list[str] = []
-    for begin in range(0, len(programs), TOGETHER):
-        found += _failures(programs[begin : begin + TOGETHER], mode)
+    for wanted in dict.fromkeys(program.matched for program in programs):  # apart, so that no match hides a lost one
+        alike = [program for program in programs if program.matched == wanted]
+        for begin in range(0, len(alike), TOGETHER):
+            found += _failures(alike[begin : begin + TOGETHER], mode)
     return found
 
 
@@ -177,7 +200,7 @@ def _failures(programs: Sequence[Program], mode: Mode) -> list[str]:
     eager = exact if mode.dtype is torch.float64 else run_eager(programs, mode)
     wrong: list[str] = []
     try:
-        ours, matched = run_routed(programs, mode)
+        routes = list(run_routed(programs, mode))
     except Exception as error:
         while torch._C._functorch.peek_interpreter_stack() is not None:  # it was raised inside a transform
             torch._C._functorch.pop_dynamic_layer_stack()
@@ -185,11 +208,13 @@ def _failures(programs: Sequence[Program], mode: Mode) -> list[str]:
         if len(programs) > 1:
             return [line for program in programs for line in _failures([program], mode)]
         return [f"{programs[0].name}: {type(error).__name__}: {error}"]
-    for program, *results in zip(programs, ours, exact, eager, strict=True):
-        try:
-            check(program, mode, *results)
-        except AssertionError as error:
-            wrong.append(str(error))
+    for ours, _ in routes:
+        for program, *results in zip(programs, ours, exact, eager, strict=True):
+            try:
+                check(program, mode, *results)
+            except AssertionError as error:
+                wrong.append(str(error))
+    matched = routes[0][1]
     expected = collections.Counter(word for program in programs for word in program.matched)
     for word, count in expected.items():
         if sum(number for name, number in matched.items() if word in name) >= count:

@@ -40,6 +40,16 @@ def einsum_of_keys_without_a_batch(q, k, v):
 
 
 @trap
+def einsum_of_keys_of_one_feature(q, k, v):
+    return torch.softmax(torch.einsum("bhid,bhjd->bhij", q, k[..., :1]) * SCALE, -1) @ v
+
+
+@trap
+def einsum_of_one_value(q, k, v):
+    return torch.einsum("bhij,bhjd->bhid", torch.softmax(q @ k.mT * SCALE, -1), v[:, :, :1])
+
+
+@trap
 def einsum_of_a_diagonal(q, k, v):
     squares = k.unsqueeze(-1) * k.unsqueeze(-2)
     return torch.softmax(torch.einsum("bhid,bhjdd->bhij", q, squares) * SCALE, -1) @ v
@@ -168,7 +178,7 @@ def one_plus_twice(y):
 
 @trap
 def gelu_of_another_dtype(y, gate):
-    return F.gelu(y.float()) * gate
+    return F.gelu(y) * gate.float()
 
 
 trap = SWIGLU.trap
@@ -241,6 +251,11 @@ def summed_by_an_old_argument(logits, targets):
 
 
 trap = LINEAR.trap
+
+
+@trap
+def weight_is_a_vector(y, bias):
+    return F.linear(y, bias)
 
 
 @trap

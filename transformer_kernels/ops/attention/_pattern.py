@@ -254,8 +254,6 @@ def _replace(match: Match) -> Replacement | str:
     leading = (*zip(q.shape[:-2], shared, strict=True), *zip(kt.shape[:-2], v.shape[:-2], strict=True))
     if not all(_same(a, b) for a, b in leading) or not _same(kt.shape[-1], v.shape[-2]):
         return "query, key and value do not have the same batch and heads"
-    steps: list[Step] = []
-    masks: list[Any] = []
     read = _steps(match)
     if isinstance(read, str):
         return read

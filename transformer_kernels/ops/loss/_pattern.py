@@ -55,7 +55,7 @@ def linear_cross_entropy(
     return loss.linear_cross_entropy(
         x.flatten(0, -2), weight, target, bias, class_weight=class_weight, ignore_index=ignored, reduction=reduction,
         label_smoothing=smoothing, softcap=softcap, backend=backend,
-    )  # fmt: skip
+    ).to(x.dtype)  # fmt: skip
 
 
 def _replace(match: Match) -> Replacement | str:

@@ -86,9 +86,6 @@ def _wanted(match: Match, *names: str) -> torch.dtype | str:
         return reason
     if match.bound.get("weight") is None:
         return "it has no weight"
-    eps = match.bound["eps"]
-    if eps is None or (isinstance(eps, (int, float)) and not eps > 0):
-        return "eps is not positive"
     dtype = result_dtype(match, "x")
     if dtype is None:
         return "its dtype has no kernel"
@@ -117,12 +114,11 @@ def rms_norm_unweighted(x: Tensor, eps: float, backend: str | None = None) -> Te
 
 
 def _rms_norm_call(match: Match) -> Replacement | str:
-    x, eps = match.fake("x"), match.bound["eps"]
+    x = match.fake("x")
     if match.bound["weight"] is None and x.dtype is match.dtype is torch.float32 and isinstance(x.shape[-1], int):
         if not is_faster(match, "rms_norm", x):
             return SMALL
-        eps = torch.finfo(torch.float32).eps if eps is None else eps
-        return Replacement(rms_norm_unweighted, (match.bound["x"], eps))
+        return Replacement(rms_norm_unweighted, (match.bound["x"], match.bound["eps"]))
     return _rms_norm(match) if is_faster(match, "rms_norm", match.fake("x")) else SMALL
 
 

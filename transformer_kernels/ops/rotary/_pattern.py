@@ -121,8 +121,7 @@ def _replace(whole: bool, interleaved: bool, sign: float = 1.0) -> Any:
             return "its input is not (B, H, L, D) of a dtype with a kernel"
         if torch.promote_types(x.dtype, match.dtype) is not match.dtype or cos.requires_grad or sin.requires_grad:
             return "its dtype is narrower than the input's, or its table has a gradient"
-        columns = x.shape[-1] if whole else cos.shape[-1] * 2
-        if str(columns) != str(x.shape[-1]) or str(cos.shape[-1]) != str(x.shape[-1] if whole else columns // 2):
+        if str(cos.shape[-1] * (1 if whole else 2)) != str(x.shape[-1]):
             return "its table does not have the columns of the input"
         axis = _axis(x, cos)
         if axis is None:

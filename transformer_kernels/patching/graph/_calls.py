@@ -40,8 +40,8 @@ def _is_static(*tensors: Any) -> bool:
 def _linear(match: Match) -> Replacement | str:
     x, weight, bias = match.fake("x"), match.fake("weight"), match.shape(match.bound["bias"])
     values = (match.bound["x"], match.bound["weight"], match.bound["bias"])
-    if weight.dim() != 2 or x.dim() < 2 or not isinstance(x.shape[-1], int) or x.shape[-1] != weight.shape[1]:
-        return "the shapes are not those of a linear layer"
+    if weight.dim() != 2:
+        return "its weight is not a matrix"
     if not x.dtype is weight.dtype is match.dtype or (bias is not None and bias.dtype is not x.dtype):
         return _linear_under_autocast(match, values)
     if not match.is_auto:

@@ -125,7 +125,10 @@ class Canonical:
         self._replaced: dict[Any, fx.Node] = {}
         self._given: set[fx.Node] = set()
 
-    def of(self, node: fx.Node) -> Expr:
+    def of(self, node: Any) -> Expr:
+        """The expression of a node or of an expression; of any other value OPAQUE."""
+        if not isinstance(node, fx.Node):
+            return node if isinstance(node, Expr) else OPAQUE
         if node not in self._known:
             self._known[node] = OPAQUE
             self._known[node] = self._expression(node)
@@ -168,16 +171,16 @@ class Canonical:
         if len(node.args) > len(parameters):
             return OPAQUE
         given = dict(zip(parameters, node.args, strict=False)) | node.kwargs
-        if given.pop("out", None) is not None or given.pop("inplace", False):
+        if given.pop("inplace", False):
             return OPAQUE
         try:
             return rule[1](self, node, **given) or OPAQUE
-        except TypeError:
+        except TypeError:  # an argument that the rule does not know, such as out
             return OPAQUE
 
     def is_same_value(self, a: Any, b: Any) -> bool:
         """Whether two values are the same operation of the same values."""
-        if not isinstance(a, fx.Node) or not isinstance(b, fx.Node):
+        if a is b or not isinstance(a, fx.Node) or not isinstance(b, fx.Node):
             return a is b
         known = self.of(a)
         return known.op not in RANDOM and known == self.of(b)

@@ -131,5 +131,5 @@ class Stored:
         return found[1]
 
     def _computed(self, leaves: tuple[Any, ...]) -> Any:
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        with torch.no_grad():
             return self._finish(*self._part(*leaves))

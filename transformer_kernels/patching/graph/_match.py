@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from transformer_kernels.ops._pattern import FLOATING, HOLE, As, Call, Either, Input, Number, Option, Steps, Term
-from transformer_kernels.patching.graph._canonical import OPAQUE, Canonical, Expr, fake, hint, is_tensor, number
+from transformer_kernels.patching.graph._canonical import Canonical, Expr, fake, hint, is_tensor, number
 
 COMMUTATIVE = ("add", "mul")
 DEFERRED = ("permute", "not", "mul")
@@ -99,11 +99,6 @@ class Matcher:
     def search(self, term: Term, root: fx.Node) -> Iterator[State]:
         yield from self._match(term, root, State())
 
-    def _expression(self, value: Any) -> Expr:
-        if isinstance(value, Expr):
-            return value
-        return self.canonical.of(value) if isinstance(value, fx.Node) else OPAQUE
-
     def _match(self, term: Term, value: Any, state: State) -> Iterator[State]:
         if isinstance(term, Either):
             for alternative in term.terms:
@@ -140,7 +135,7 @@ class Matcher:
     def _spellings(self, value: Any, bound: bool) -> list[Any]:
         """The value itself and, if it must equal a bound one, the inputs of the casts that produced it."""
         found = [value]
-        while bound and isinstance(value, fx.Node) and (expression := self.canonical.of(value)).op in TRANSPARENT:
+        while bound and (expression := self.canonical.of(value)).op in TRANSPARENT:
             if rounds(value, expression, None):
                 break
             value = expression.args[0]
@@ -148,13 +143,13 @@ class Matcher:
         return found
 
     def _call(self, term: Call, value: Any, state: State) -> Iterator[State]:
-        expression = self._expression(value)
+        expression = self.canonical.of(value)
         state = state.enter(value)
-        while expression.op in TRANSPARENT and expression.op != term.name:
+        while expression.op in TRANSPARENT:
             if rounds(value, expression, state.consumer):
                 return
             value = expression.args[0]
-            expression, state = self._expression(value), state.enter(value)
+            expression, state = self.canonical.of(value), state.enter(value)
         for skipped in expression.via:
             state = state.enter(skipped)
         if expression.op != term.name or len(expression.args) != len(term.arguments):
@@ -202,8 +197,6 @@ def _given(state: State | None) -> Iterator[State]:
         yield state
 
 
-def _is(expected: Any, value: Any) -> bool:
-    """Whether a constant is the expected one; numbers may differ by rounding."""
-    if number(expected) is not None:
-        return number(value) is not None and abs(value - expected) <= 1e-6 * max(1.0, abs(expected))
-    return bool(expected is value or (not isinstance(value, (fx.Node, Expr)) and expected == value))
+def _is(expected: float, value: Any) -> bool:
+    """Whether a value is the expected number up to rounding."""
+    return number(value) is not None and abs(value - expected) <= 1e-6 * max(1.0, abs(expected))

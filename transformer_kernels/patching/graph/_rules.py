@@ -52,7 +52,7 @@ def _times(c: Canonical, node: fx.Node, x: Any, factor: float) -> Expr:
 
 def _without_factor(c: Canonical, x: Any) -> tuple[Any, float, tuple[fx.Node, ...]]:
     """y, f and the nodes between them, where x is y times a number f."""
-    known = c.of(x) if isinstance(x, fx.Node) and is_tensor(x) and fake(x).is_floating_point() else OPAQUE
+    known = c.of(x) if is_tensor(x) and fake(x).is_floating_point() else OPAQUE
     if known.op != "mul" or number(known.args[1]) is None:
         return x, 1.0, ()
     return known.args[0], known.args[1], (x, *known.via)
@@ -62,8 +62,8 @@ def _product(c: Canonical, a: Any, b: Any) -> Expr:
     """The product of two tensors, numbers in them last."""
     left, by, via = _without_factor(c, a)
     right, other, more = _without_factor(c, b)
-    if left is right or (isinstance(left, fx.Node) and c.is_same_value(left, right)):
-        more = (*more, right) if left is not right and isinstance(right, fx.Node) else more
+    if c.is_same_value(left, right):
+        more = (*more, right) if left is not right else more
         base = Expr("square", (left,), (*via, *more))
     else:
         base = Expr("mul", (left, right), (*via, *more))
@@ -72,7 +72,7 @@ def _product(c: Canonical, a: Any, b: Any) -> Expr:
 
 def _mean_of_sum(c: Canonical, x: Any, factor: float) -> Expr | None:
     """sum(x) / n over rows of n elements."""
-    inner = c.of(x) if isinstance(x, fx.Node) else OPAQUE
+    inner = c.of(x)
     if inner.op not in ("sum", "sum_flat"):
         return None
     width = fake(inner.args[0]).shape[-1]
@@ -147,10 +147,10 @@ def _matmul(c: Canonical, node: fx.Node, a: Any, b: Any) -> Expr | None:
 def _baddbmm(c: Canonical, node: fx.Node, input: Any, a: Any, b: Any, beta: Any = 1, alpha: Any = 1) -> Expr | None:
     if number(beta) is None or number(alpha) is None:
         return None
-    product: Any = Expr("matmul", (a, b))
+    product = Expr("matmul", (a, b))
     product = product if alpha == 1 else Expr("mul", (product, alpha))
     if beta == 0:
-        return product if isinstance(product, Expr) else None
+        return product
     return Expr("add", (product, input if beta == 1 else Expr("mul", (input, beta))))
 
 
@@ -161,8 +161,6 @@ def _einsum(c: Canonical, node: fx.Node, equation: Any, *operands: Any) -> Expr 
     if not isinstance(equation, str) or len(operands) != 2 or equation.count("->") != 1:
         return None
     inputs, output = equation.replace(" ", "").split("->")
-    if inputs.count(",") != 1:
-        return None
     left, right = inputs.split(",")
     if "." in equation:
         extra = [
@@ -207,8 +205,6 @@ def _masked_fill(c: Canonical, node: fx.Node, input: Any, mask: Any, value: Any)
 
 
 def _where(c: Canonical, node: fx.Node, condition: Any, input: Any = None, other: Any = None) -> Expr | None:
-    if input is None or other is None:
-        return None
     if node.op == "call_method":  # x.where(condition, other)
         condition, input = input, condition
     if (fill := c.number(other)) is not None:
@@ -293,7 +289,7 @@ def _expanded(c: Canonical, node: fx.Node, expanded: Any) -> Expr | None:
     if not is_tensor(source) or name_of(source) not in ("unsqueeze", "getitem") or not is_tensor(source.args[0]):
         return None
     x, one, many, joined = (fake(value).shape for value in (source.args[0], source, expanded, node))
-    if len(x) + 1 != len(one) or len(one) != len(many):
+    if len(one) != len(many):
         return None
     if name_of(source) == "getitem" and not all(value in (None, Ellipsis, slice(None)) for value in source.args[1]):
         return None
@@ -326,13 +322,13 @@ def _view(c: Canonical, node: fx.Node, input: Any, *_: Any, **__: Any) -> Expr |
 
 
 def _mean(c: Canonical, node: fx.Node, input: Any, dim: Any = None, keepdim: Any = False, dtype: Any = None) -> Any:
-    if dim is None or not _last(dim, input) or _narrows(dtype, input):
+    if not _last(dim, input) or _narrows(dtype, input):
         return None
     return Expr("mean" if keepdim else "mean_flat", (input,))
 
 
 def _sum(c: Canonical, node: fx.Node, input: Any, dim: Any = None, keepdim: Any = False, dtype: Any = None) -> Any:
-    if dim is None or not _last(dim, input) or _narrows(dtype, input):
+    if not _last(dim, input) or _narrows(dtype, input):
         return None
     return Expr("sum" if keepdim else "sum_flat", (input,))
 
@@ -348,7 +344,7 @@ def _moment(name: str) -> Callable[..., Expr | None]:
         c: Canonical, node: fx.Node, input: Any, dim: Any = None, unbiased: Any = True, keepdim: Any = False,
         correction: Any = None,
     ) -> Expr | None:  # fmt: skip
-        if isinstance(dim, bool) or dim is None or not _last(dim, input):
+        if isinstance(dim, bool) or not _last(dim, input):
             return None
         correction = int(unbiased) if correction is None else correction
         if correction not in (0, 1):
@@ -359,7 +355,7 @@ def _moment(name: str) -> Callable[..., Expr | None]:
 
 
 def _unsqueeze(c: Canonical, node: fx.Node, input: Any, dim: Any) -> Expr | None:
-    inner = c.of(input) if isinstance(input, fx.Node) else OPAQUE
+    inner = c.of(input)
     if inner.op in FLAT and dim in (-1, fake(node).dim() - 1):
         return Expr(inner.op.removesuffix("_flat"), inner.args, (input, *inner.via))
     return None
@@ -434,16 +430,18 @@ def _cat(c: Canonical, node: fx.Node, tensors: Any, dim: Any = 0) -> Expr | None
 
 def _flatten(c: Canonical, node: fx.Node, input: Any, *_: Any, **__: Any) -> Expr | None:
     """Pairs (even, odd) of columns next to each other, or a view of the leading axes."""
-    pairs = c.of(input) if isinstance(input, fx.Node) else OPAQUE
-    joins = pairs.op in ("stack_last", "as_real") and fake(node).dim() == fake(input).dim() - 1
-    if joins and same_shape(fake(node).shape[:-1], fake(input).shape[:-2]):
+    pairs = c.of(input)
+    if pairs.op in ("stack_last", "as_real") and same_shape(fake(node).shape[:-1], fake(input).shape[:-2]):
         return Expr("pairs" if pairs.op == "stack_last" else "real_pairs", pairs.args, (input,))
     return _expanded(c, node, input) or _view(c, node, input)
 
 
 def _as_complex(c: Canonical, node: fx.Node, input: Any) -> Expr | None:
+    copies: tuple[fx.Node, ...] = ()
+    while (copied := c.of(input)).op == "id":
+        copies, input = (*copies, input), copied.args[0]
     pairs = _unbind(c, node, input, -1)
-    return None if pairs is None else Expr("as_complex", pairs.args, pairs.via)
+    return None if pairs is None else Expr("as_complex", pairs.args, (*copies, *pairs.via))
 
 
 def _stack(c: Canonical, node: fx.Node, tensors: Any, dim: Any = 0) -> Expr | None:
@@ -466,7 +464,7 @@ def _unbind(c: Canonical, node: fx.Node, input: Any, dim: Any = 0) -> Expr | Non
 
 def _getitem(c: Canonical, node: fx.Node, input: Any, index: Any) -> Expr | None:
     """Halves, interleaved columns and the first columns of the last axis."""
-    inner = c.of(input) if isinstance(input, fx.Node) else OPAQUE
+    inner = c.of(input)
     if inner.op == "alternates" and index in (0, 1):
         return Expr("alternate", (inner.args[0], index), (input, *inner.via))
     if inner.op == "var_mean":
@@ -532,7 +530,7 @@ def _rules() -> dict[str, Rule]:
     rule("contiguous clone", "input", _identity)
     for name in ("view", "reshape", "flatten", "unflatten"):
         rules[name] = (("input", *(f"size_{index}" for index in range(8))), _flatten)
-    rule("dropout feature_dropout", "input p training", _dropout)
+    rule("dropout", "input p training", _dropout)
     rule("transpose", "input dim0 dim1", _transpose)
     rules["permute"] = (tuple(f"d{i}" for i in range(8)), lambda c, node, d0, **k: _permute(c, node, d0, *k.values()))
     rule("repeat_interleave", "input repeats dim", _repeat_interleave)
