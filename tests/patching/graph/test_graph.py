@@ -374,12 +374,14 @@ def test_checkpointing_recomputes():
     assert_same(model, tk.compile(model, backend="torch"), x)
 
 
-def test_autocast_has_the_dtypes_of_eager():
+@pytest.mark.parametrize("backend", ("torch", None))
+def test_autocast_has_the_dtypes_of_eager(backend):
     model, x = Block(), sample(2, 8, 16, dtype=torch.float32)
-    compiled = tk.compile(model, backend="torch")
+    compiled = tk.compile(model, backend=backend)
     with torch.autocast("cpu", torch.bfloat16):
         expected, found = model(x), compiled(x)
     assert found.dtype is expected.dtype
+    assert ("linear" in compiled.report().matched) is (backend is None)
     torch.testing.assert_close(found, expected, rtol=5e-2, atol=5e-2)
 
 

@@ -219,7 +219,7 @@ def test_dropout_before_a_norm_of_a_sum(training):
     compiled, matched = routed(function)
     q, v = torch.randn(64, 64, 8), torch.zeros(64, 64, 8)
     normed, summed = compiled(q, v)
-    assert matched["add_layer_norm"] == 1
+    assert dict(matched) == {"add_layer_norm": 1}
     torch.testing.assert_close(normed, norm(summed), rtol=1e-4, atol=1e-5)
     share = (summed == 0.0).double().mean().item()
     assert abs(share - 0.25 * training) < 5.0 * math.sqrt(0.25 * 0.75 / summed.numel())
@@ -286,6 +286,36 @@ OF_TWO = {
     "mean": lambda x, y: (x - x.mean(-1, keepdim=True)) * torch.rsqrt(y.var(-1, unbiased=False, keepdim=True) + 1e-5),
     "gelu": lambda x, y: 0.5 * x * (1.0 + torch.erf(y / math.sqrt(2.0))),
 }
+
+
+def test_a_norm_without_a_weight():
+    norm = nn.RMSNorm(8, eps=1e-3, elementwise_affine=False)
+    compiled, matched = routed(norm)
+    same(norm, compiled, torch.randn(4, 8))
+    assert dict(matched) == {"rms_norm": 1}
+
+
+def test_norms_whose_result_is_wider():
+    weight, bias = torch.rand(8) + 0.5, torch.randn(8)
+
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.float()
+        rms = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * weight
+        variance = x.var(-1, unbiased=False, keepdim=True)
+        return rms, (x - x.mean(-1, keepdim=True)) * torch.rsqrt(variance + 1e-5) * weight + bias
+
+    compiled, matched = routed(function)
+    x = torch.randn(4, 8, dtype=torch.bfloat16)
+    torch.testing.assert_close(compiled(x), function(x), rtol=2e-5, atol=2e-6)
+    assert dict(matched) == {"rms_norm": 1, "layer_norm": 1}
+
+
+def test_dropout_beside_a_row_without_keys():
+    model = Attention(64, 0.5)
+    model.mask[3] = True
+    compiled, matched = routed(model)
+    first, second = (compiled(*inputs)[..., 4:, :] for inputs in [tensors(64)] * 2)
+    assert matched["attention"] == 1 and not torch.equal(first, second)
 
 
 @pytest.mark.parametrize("drawn", DRAWN.values(), ids=list(DRAWN))

@@ -77,6 +77,20 @@ def constant_bias_with_a_factor(q, k, v):
 
 
 @trap
+def keys_are_an_out_argument_no_grad(q, k, v):
+    k = k + 0.0
+    s = q @ k.mT * SCALE
+    torch.neg(q, out=k)
+    return torch.softmax(s, -1) @ k
+
+
+@trap
+def baddbmm_with_factors_of_two(q, k, v, score_bias):
+    s = torch.baddbmm(score_bias[0], q.flatten(0, 1), k.flatten(0, 1).mT, beta=2.0, alpha=2.0)
+    return torch.bmm(torch.softmax(s, -1), v.flatten(0, 1))
+
+
+@trap
 def scores_in_other_rows(q, k, v):
     return (q @ k.mT * SCALE).view(B, H, L // 2, 2 * L).softmax(-1).view(B, H, L, L) @ v
 
@@ -128,6 +142,12 @@ def flat_sums_of_a_square(positions, weight, bias):
 def flat_means_of_a_square(positions, weight, bias):
     var = positions.var(-1, unbiased=False)
     return (positions - positions.mean(-1, keepdim=True)) * torch.rsqrt(var + EPS) * weight + bias
+
+
+@trap
+def flat_var_mean_of_a_square(positions, weight, bias):
+    var, mean = torch.var_mean(positions, -1, unbiased=False)
+    return (positions - mean) * torch.rsqrt(var + EPS) * weight + bias
 
 
 @trap
@@ -234,6 +254,24 @@ def tables_of_each_head(q, half_cos, half_sin):
 @trap
 def tables_of_one_column(q, half_cos, half_sin):
     return _by_parts(q, half_cos[:, :1], half_sin[:, :1])
+
+
+@trap
+def complex_times_a_real_table(q, half_cos):
+    pairs = torch.view_as_complex(q.reshape(*q.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * half_cos).flatten(-2)
+
+
+@trap
+def complex_of_one_column(q, half_cos, half_sin):
+    pairs = torch.view_as_complex(q.reshape(*q.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * torch.complex(half_cos, half_sin)[:, :1]).flatten(-2)
+
+
+@trap
+def complex_of_another_dtype(q, half_cos, half_sin):
+    pairs = torch.view_as_complex(q.float().reshape(*q.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * torch.complex(half_cos, half_sin)).flatten(-2)
 
 
 @trap

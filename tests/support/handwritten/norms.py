@@ -18,6 +18,7 @@ MEANS: dict[str, Callable[[Tensor], Tensor]] = {
     "mean(dim=2)": lambda x: x.mean(dim=2, keepdim=True),
     "torch.mean": lambda x: torch.mean(x, -1, True),
     "mean([-1])": lambda x: x.mean([-1], keepdim=True),
+    "mean((-1,))": lambda x: x.mean((-1,), keepdim=True),
     "sum /": lambda x: x.sum(-1, keepdim=True) / x.shape[-1],
     "unsqueeze": lambda x: x.mean(-1).unsqueeze(-1),
     "[..., None]": lambda x: x.mean(-1)[..., None],

@@ -51,6 +51,12 @@ ROTARY_BY: dict[str, Callable[..., Tensor]] = {
     "interleaved, repeated": lambda x, cos, sin, hc, hs: (
         x * hc.repeat_interleave(2, -1) + _interleaved(x) * hs.repeat_interleave(2, -1)
     ),
+    "backwards": lambda x, cos, sin, hc, hs: torch.cat(
+        (x[..., :4] * hc + x[..., 4:] * hs, x[..., 4:] * hc - x[..., :4] * hs), -1
+    ),
+    "backwards, negative": lambda x, cos, sin, hc, hs: torch.cat(
+        (x[..., :4] * hc + x[..., 4:] * hs, -(x[..., :4] * hs) + x[..., 4:] * hc), -1
+    ),
     "complex": lambda x, cos, sin, hc, hs: _complex(x, hc, hs),
     "whole table": lambda x, cos, sin, hc, hs: (x * cos) + (_rotated(x) * sin),
     "whole table, interleaved": lambda x, cos, sin, hc, hs: x * cos + _interleaved(x) * sin,

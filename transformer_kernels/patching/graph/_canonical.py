@@ -180,10 +180,8 @@ class Canonical:
 
     def is_same_value(self, a: Any, b: Any) -> bool:
         """Whether two values are the same operation of the same values."""
-        if a is b or not isinstance(a, fx.Node) or not isinstance(b, fx.Node):
-            return a is b
         known = self.of(a)
-        return known.op not in RANDOM and known == self.of(b)
+        return a is b or (known.op not in RANDOM and known == self.of(b))
 
     def number(self, value: Any) -> float | int | None:
         """The number that a value always is, or None."""

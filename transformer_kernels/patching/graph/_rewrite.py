@@ -105,7 +105,7 @@ class Rewriter:
         for pattern in PATTERNS:
             names = roots(pattern.term)
             for node in reversed(list(self.graph.nodes)):
-                if node.op in ("call_function", "call_method") and not node._erased:
+                if not node._erased:
                     expression = self.canonical.of(node).op
                     if expression in names and self.own.get(node, ("",))[0] != pattern.operation:
                         self._try(pattern, node)

@@ -136,7 +136,7 @@ def _reciprocal(c: Canonical, node: fx.Node, a: Any) -> Expr | None:
 
 
 def _matmul(c: Canonical, node: fx.Node, a: Any, b: Any) -> Expr | None:
-    if not is_tensor(a) or not is_tensor(b) or min(fake(a).dim(), fake(b).dim()) < 2:
+    if min(fake(a).dim(), fake(b).dim()) < 2:
         return None
     right = c.of(b)
     if right.op == "permute" and right.args[1] == (1, 0) and is_tensor(right.args[0]):
