@@ -62,6 +62,14 @@ def join_tangents(outputs: Iterable[Tensor], tangents: Iterable[Tensor]) -> Outp
     return tuple(forward_ad.make_dual(y, dy) for y, dy in zip(outputs, tangents, strict=True))
 
 
+def is_reverse_once() -> bool:
+    """Whether the transforms of torch.func that are active are vmap and reverse mode, the latter once, alone."""
+    kinds = torch._C._functorch.TransformType
+    keys = [interpreter.key() for interpreter in torch._C._functorch.get_interpreter_stack() or ()]
+    reverse = keys.count(kinds.Grad)
+    return reverse <= 1 and reverse + keys.count(kinds.Vmap) == len(keys) and forward_ad._current_level < 0
+
+
 def outside_transform() -> AbstractContextManager[Any]:
     """A context outside of the transform that is active, in which tensors are not wrapped."""
     return temporarily_pop_interpreter_stack() if functorch_is_active() else nullcontext()
@@ -101,6 +109,14 @@ def differentiated(
         found = torch.autograd.grad(ends, asked, starts, **options)
     found = iter(found)
     return tuple(next(found) if want and x is not None else None for x, want in zip(given, wanted, strict=True))
+
+
+def absent_as_empty(gradients: Iterable[Tensor | None], wanted: Sequence[bool], like: Tensor) -> tuple[Tensor, ...]:
+    """The gradients as an operator returns them: an empty tensor if a gradient is absent or not wanted."""
+    gradients = list(gradients)
+    gradients += [None] * (len(wanted) - len(gradients))  # trailing ones that a backend leaves out
+    pairs = zip(gradients, wanted, strict=True)
+    return tuple(grad if want and grad is not None else like.new_empty(0) for grad, want in pairs)
 
 
 class Block(NamedTuple):

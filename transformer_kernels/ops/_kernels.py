@@ -58,6 +58,12 @@ class Call:
         differentiated, with the kept results in place of these fields."""
         return None
 
+    def folded(self) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+        """The fields along whose first axis, the batch or the rows, vmap's samples may lie one after the other, because
+        each of its indices is computed alone; and those in which this axis may also be 1. None: PyTorch's operators
+        compute the call under transforms of torch.func."""
+        return None
+
     def is_empty(self) -> bool:
         """Whether there is nothing to launch; such calls run in PyTorch."""
         return not self[0].numel()  # type: ignore[index]

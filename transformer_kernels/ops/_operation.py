@@ -21,7 +21,9 @@ from torch.compiler import is_compiling
 from transformer_kernels.backends import cpu, dispatch
 from transformer_kernels.backends.errors import UnsupportedByBackend
 from transformer_kernels.ops import _crossovers, _plan
+from transformer_kernels.ops._batching import by_kernels
 from transformer_kernels.ops._derivatives import (
+    absent_as_empty,
     are_batched,
     differentiated,
     is_differentiated_again,
@@ -119,13 +121,13 @@ class Operation:
         self.names, self.inputs = differentiable, _plan.attributes(call, differentiable)
         dropped = dropped or {}
         always = dropped if call.drops is Call.drops else ()
-        self._kept_call = tuple(fields.index(field) for field in tensors if field not in always)
+        self.kept_call = tuple(fields.index(field) for field in tensors if field not in always)
         self._dropped = frozenset(fields.index(field) for field in dropped)
         self.results, self.kept_results = len(results), tuple(results.index(field) for field in kept)
         self.saved_results = items(self.kept_results)
         self._numbers = tuple(i for i, field in enumerate(fields) if field not in tensors)
-        saved = {field: index for index, field in enumerate((*self._kept_call, *self._numbers))}
-        self._saved_tensors, self._saved_numbers = items(self._kept_call), items(self._numbers)
+        saved = {field: index for index, field in enumerate((*self.kept_call, *self._numbers))}
+        self._saved_tensors, self._saved_numbers = items(self.kept_call), items(self._numbers)
         self._restored = items([saved.get(i, -1) for i in range(len(fields))])
         found = {result: index for index, result in enumerate(self.kept_results)}
         self._restored_results = items([found.get(i, -1) for i in range(len(results))])
@@ -256,7 +258,10 @@ class Operation:
                     f"{self.name}: backend {name!r} does not support vmap, the transforms of torch.func and "
                     "forward-mode AD; use backend='auto', 'torch' or 'cpu', which compute them by PyTorch's operators"
                 )
-        outputs = self._with_tangents(call, backend, public) or call.in_pytorch(public)
+        outputs = self._with_tangents(call, backend, public)
+        if outputs is None and not is_traced(call[0]):
+            outputs = by_kernels(self, call, backend, public)
+        outputs = outputs or call.in_pytorch(public)
         return outputs[0] if public == 1 else outputs
 
     def _with_tangents(self, call: Any, backend: str | None, public: int) -> tuple[Tensor, ...] | None:
@@ -338,12 +343,12 @@ class Operation:
     def saved(self, call: Any) -> tuple[list[Tensor | None], tuple[Any, ...]]:
         """The tensors and the other fields of a call that backward reads."""
         values, dropped = self.flat(call), self.dropped_in(call)
-        tensors = zip(self._kept_call, self._saved_tensors(values), strict=True)
+        tensors = zip(self.kept_call, self._saved_tensors(values), strict=True)
         return [None if i in dropped else x for i, x in tensors], self._saved_numbers(values)
 
     def kept(self, tensors: Sequence[Any], numbers: Sequence[Any]) -> tuple[Any, Any]:
         """The call and the results from the fields that the operator saved, None in the other fields."""
-        inputs = len(self._kept_call)
+        inputs = len(self.kept_call)
         call = self.nested(self._restored((*tensors[:inputs], *numbers, None)))
         results = self._restored_results((*tensors[inputs:], None))
         return call, results[0] if self.result is None else self.result(*results)
@@ -377,10 +382,10 @@ class Operation:
         signature = ", ".join(f"{kind} {field}" for kind, field in zip(spelled, fields, strict=True))
         self._registered = _define(
             f"{name}({signature}, str? backend) -> {f'({returned})' if self.result else returned}",
-            self._run,
+            self.run_forward,
             self._fake,
         )
-        kept = [f"{'Tensor?' if i in self._dropped else spelled[i]} {fields[i]}" for i in self._kept_call]
+        kept = [f"{'Tensor?' if i in self._dropped else spelled[i]} {fields[i]}" for i in self.kept_call]
         arguments = [f"Tensor? grad{i}" for i in range(self.public)] + kept
         arguments += [f"Tensor result{i}" for i in self.kept_results]
         arguments += [f"{spelled[i]} {fields[i]}" for i in self._numbers]
@@ -392,13 +397,14 @@ class Operation:
             self._fake_backward,
         )
         torch.library.register_autograd(
-            f"transformer_kernels::{name}", self._gradient, setup_context=self._setup_context, lib=LIBRARY
+            f"transformer_kernels::{name}", self.gradient, setup_context=self.setup_context, lib=LIBRARY
         )
         torch.library.register_autograd(
             f"transformer_kernels::{name}_backward", self._refuse_second_order, setup_context=_nothing, lib=LIBRARY
         )
 
-    def _run(self, *arguments: Any) -> Any:
+    def run_forward(self, *arguments: Any) -> Any:
+        """What the operator returns."""
         if self.call.check_when_run is not None:
             self.call.check_when_run(self.nested(arguments[:-1]))
         outputs = self.compute(*arguments)
@@ -424,29 +430,41 @@ class Operation:
             return outputs
         return tuple(call[0].new_empty(0) if output is None else output for output in outputs)
 
-    def _unpacked(self, arguments: tuple[Any, ...]) -> tuple[Any, Any, tuple[Any, ...], tuple[bool, ...], Any]:
+    def unpacked(self, arguments: Sequence[Any]) -> tuple[Any, Any, tuple[Any, ...], tuple[bool, ...], Any]:
         """The kept call and results, the incoming gradients, the wanted gradients and the backend."""
         *values, wanted, backend = arguments
         grads, values = tuple(values[: self.public]), values[self.public :]
-        tensors = len(self._kept_call) + len(self.kept_results)
+        tensors = len(self.kept_call) + len(self.kept_results)
         call, results = self.kept(values[:tensors], values[tensors:])
         return call, results, self.incoming(results, grads), tuple(wanted), backend
 
     def as_run(self, backward: bool, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments of an operator with the structure that the values of masks have now, or the same tuple."""
         *values, backend = arguments
-        begin = self.public if backward else 0
-        tensors = begin + len(self._kept_call)
-        results = tensors + len(self.kept_results)
-        call = self.kept(values[begin:results], values[results:-1])[0] if backward else self.nested(values)
+        call = self.call_of(backward, arguments)
         found = call.as_run(backend) if self.call.as_run is not None else call
         if found is call:
             return arguments
         flat = self.flat(found)
         if not backward:
             return *flat, backend
-        kept = *self._saved_tensors(flat), *values[tensors:results], *self._saved_numbers(flat)
-        return *values[:begin], *kept, values[-1], backend
+        tensors = self.public + len(self.kept_call)
+        results = values[tensors : tensors + len(self.kept_results)]
+        return (
+            *values[: self.public],
+            *self._saved_tensors(flat),
+            *results,
+            *self._saved_numbers(flat),
+            values[-1],
+            backend,
+        )
+
+    def call_of(self, backward: bool, arguments: Sequence[Any]) -> Any:
+        """The call of the arguments of an operator; for backward without what is not kept."""
+        if not backward:
+            return self.nested(arguments[:-1])
+        results = self.public + len(self.kept_call) + len(self.kept_results)
+        return self.kept(arguments[self.public : results], arguments[results:-2])[0]
 
     def empty(self, backward: bool, arguments: tuple[Any, ...]) -> Any:
         """Empty tensors for what an operator returns."""
@@ -454,17 +472,17 @@ class Operation:
 
     def run_backward(self, *arguments: Any) -> Any:
         """The outputs of the gradient's operator."""
-        call, results, grads, wanted, backend = self._unpacked(arguments)
+        call, results, grads, wanted, backend = self.unpacked(arguments)
         call = self._with_shapes(call, results)
         with cpu.mode():
             gradients = self.kernels(call, backend).backward(call, results, grads, wanted)
-        return self._returned(_unaliased(_absent_as_empty(gradients, wanted, grads[0])))
+        return self._returned(_unaliased(absent_as_empty(gradients, wanted, grads[0])))
 
     def _fake_backward(self, *arguments: Any) -> Any:
-        call, results, grads, wanted, _ = self._unpacked(arguments)
+        call, results, grads, wanted, _ = self.unpacked(arguments)
         call = self._with_shapes(call, results)
         gradients = call.empty_gradients() or self._empty_gradients(call)
-        return self._returned(_absent_as_empty(gradients, wanted, grads[0]))
+        return self._returned(absent_as_empty(gradients, wanted, grads[0]))
 
     def _with_shapes(self, call: Any, results: Any) -> Any:
         """The kept call, with a kept result of its shape for each field that was dropped for one."""
@@ -485,7 +503,8 @@ class Operation:
     def _returned(self, gradients: tuple[Tensor, ...]) -> Any:
         return gradients if len(gradients) > 1 else gradients[0]
 
-    def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def setup_context(self, ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+        """Save what the backward pass of an operator reads."""
         *call, ctx.backend = inputs
         saved, ctx.numbers = self.saved(self.nested(call))
         ctx.save_for_backward(*saved, *self.saved_results(output if self.result else (output,)))
@@ -493,12 +512,13 @@ class Operation:
         if self.result is not None:
             ctx.mark_non_differentiable(*output[self.public :])
 
-    def _gradient(self, ctx: Any, *grads: Tensor | None) -> Any:
+    def gradient(self, ctx: Any, *grads: Tensor | None, by: Callable[..., Any] | None = None) -> Any:
+        """The gradients of the arguments of the operator, by that of its gradient or by a function in its position."""
         if all(grad is None for grad in grads[: self.public]):
             return (None,) * (len(self.fields) + 1)
         wanted = [ctx.needs_input_grad[i] for i in self.differentiable]
         arguments = (*grads[: self.public], *ctx.saved_tensors, *ctx.numbers)
-        gradients = self._registered_backward(*arguments, wanted, ctx.backend)
+        gradients = (by or self._registered_backward)(*arguments, wanted, ctx.backend)
         gradients = gradients if len(wanted) > 1 else (gradients,)
         return *self._placed(gradients, tuple(wanted)), None
 
@@ -559,14 +579,6 @@ class _Recorded(torch.autograd.Function):
 
 _recorded = super(torch.autograd.Function, _Recorded).apply
 """`_Recorded.apply` without its check for transforms, which takes a microsecond; transforms never use plans."""
-
-
-def _absent_as_empty(gradients: Iterable[Tensor | None], wanted: Wanted, like: Tensor) -> tuple[Tensor, ...]:
-    """The gradients as an operator returns them: an empty tensor if a gradient is absent or not wanted."""
-    gradients = list(gradients)
-    gradients += [None] * (len(wanted) - len(gradients))  # trailing ones that a backend leaves out
-    pairs = zip(gradients, wanted, strict=True)
-    return tuple(grad if want and grad is not None else like.new_empty(0) for grad, want in pairs)
 
 
 def takes_options_of(other: Callable[..., Any], *but: str) -> Callable[[P], P]:

@@ -56,6 +56,9 @@ class AttentionCall(NamedTuple):
     def in_pytorch(self, outputs: int) -> tuple[Tensor, ...]:
         return composed(self, outputs > 1)
 
+    def folded(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        return self.scores.folded(self.seed, "q", "k", "v")
+
     def has_tangents(self, given: Parts) -> bool:
         return self.seed is None and self.scores.softcap == 0.0 and given[3] is None and given[4] is None
 

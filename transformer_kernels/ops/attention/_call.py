@@ -46,6 +46,13 @@ class Scores(NamedTuple):
         """Whether a window hides keys, besides causality."""
         return self.left < NO_LIMIT or 0 < self.right < NO_LIMIT
 
+    def folded(self, seed: Tensor | None, *operands: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """`Call.folded` of a call with such operands; dropout and packing depend on the index of a batch."""
+        if seed is not None or self.cu_seqlens is not None:
+            return (), ()
+        others = "bias", "mask", "key_ranges", "alibi_slopes"
+        return (*operands, "scores.key_padding_mask"), tuple(f"scores.{name}" for name in others)
+
 
 def checked_scores(
     q: Tensor,

@@ -59,6 +59,10 @@ class PackedAttentionCall(NamedTuple):
             inner = inner._replace(q=rotated(self, inner.q), k=rotated(self, inner.k))
         return (_joined(inner.in_pytorch(1)[0]),)
 
+    def folded(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        main, others = self.scores.folded(self.seed, "qkv")
+        return main, (*others, "cos", "sin")
+
     def check_when_run(self) -> None:
         """The values of cu_seqlens."""
         check_when_run(self.scores, self.qkv.shape[1], self.qkv.shape[1])

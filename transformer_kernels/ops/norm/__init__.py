@@ -9,12 +9,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from transformer_kernels.ops import _checks, _operation
 from transformer_kernels.ops._crossovers import Native
-from transformer_kernels.ops._derivatives import Parts, contiguous, differentiated
+from transformer_kernels.ops._derivatives import Parts, contiguous, differentiated, is_reverse_once
 from transformer_kernels.ops._dropout import draw_seed, dropped_rows
 from transformer_kernels.ops._kernels import Grads, Kernels, Wanted, record
+from transformer_kernels.ops._plan import functorch_is_active
 
 
 @record
@@ -102,9 +104,13 @@ class NormCall(NamedTuple):
 def normed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool) -> Tensor:
     """The norm of rows in float32 or wider, by differentiable operators.
 
-    PyTorch's layer_norm is not one: its derivative in forward mode is a constant for autograd (torch 2.13).
+    PyTorch's layer_norm is one in reverse mode only: its derivative in forward mode is a constant for autograd (torch
+    2.13).
     """
     x = x.to(torch.promote_types(x.dtype, torch.float32))
+    if centred and functorch_is_active() and not is_compiling() and is_reverse_once():
+        weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+        return torch.layer_norm(x, weight.shape, weight, bias, eps)
     x = x - x.mean(dim=-1, keepdim=True) if centred else x
     y = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) * weight
     return y if bias is None else y + bias
