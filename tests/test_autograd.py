@@ -308,6 +308,17 @@ def test_where_no_gradient_comes_in_none_or_zeros_go_out(op, mode):
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_a_traced_call_has_the_gradients_of_sinks(backend):
+    q, sinks = leaf(1, 2, 9, 8), leaf(2)
+    plain, traced = [], []
+    for mode, found in ((nullcontext, plain), (Watching, traced)):
+        with mode():
+            out, lse = tk.attention(q, q, q, sinks=sinks, return_lse=True, backend=backend)
+            found += [out, lse, *torch.autograd.grad((out, lse), (q, sinks), (out.detach().sin(), lse.detach().cos()))]
+    torch.testing.assert_close(traced, plain)
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
 def test_gradients_through_conjugates(backend):
     """The gradient of the second part of a conjugate is a view whose negative bit is set."""
     x = torch.randn(2, 4, 8, dtype=torch.float64 if backend == "torch" else torch.float32, requires_grad=True)

@@ -528,3 +528,10 @@ def test_gradients_of_outputs_that_have_tangents(op, backend, device):
     expected = torch.autograd.grad(sum(map(scalar, exact)), leaves, allow_unused=True, materialize_grads=True)
     for got, want in zip(both, expected, strict=True):
         torch.testing.assert_close(got.double(), want, rtol=1e-3, atol=1e-4)
+    moved = [x.double().requires_grad_() for x in tangents]
+    along = jvp(function, tuple(inputs), tuple(moved))[1]
+    got = torch.autograd.grad(scalar(along), moved)
+    coming = torch.autograd.grad(scalar(leaf := tuple(x.detach().requires_grad_() for x in parts(along))), leaf)
+    _, pull = vjp(function, *inputs)
+    for one, want in zip(got, pull(coming if isinstance(along, tuple) else coming[0]), strict=True):
+        torch.testing.assert_close(one, want)

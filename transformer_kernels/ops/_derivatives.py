@@ -47,7 +47,8 @@ def split_tangents(values: Sequence[Any]) -> tuple[list[Any], list[Tensor | None
             if are_batched(pair) or (recorded and not stack):  # dual numbers have gradients with a tangent
                 return None
             primals[i], tangent = pair
-            tangents[i] = tangent if tangent is None else tangent.to(value.dtype)  # which PyTorch does not require
+            with outside_transform():  # in which it would become a constant of autograd
+                tangents[i] = tangent if tangent is None else tangent.to(value.dtype)  # as PyTorch does not require
     return primals, tangents
 
 

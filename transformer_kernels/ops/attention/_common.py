@@ -62,6 +62,9 @@ def shift_gradient(dlse: Tensor | None, statistics: Tensor | None, bias: Tensor)
 class AttentionKernels(Kernels):
     """The interface of a backend's attention kernels for the other operations."""
 
+    stores_statistics = True
+    """Whether `AttentionResult.statistics` has values; a traced call has zeros in place of None."""
+
     @staticmethod
     def score_unit(dtype: torch.dtype) -> float:
         """The factor of the natural logarithms in `AttentionResult.statistics`."""

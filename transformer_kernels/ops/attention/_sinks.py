@@ -67,11 +67,12 @@ class WithSinks(Adapter):
         dout, dlse = grads
         delta = (dout.to(lse.dtype) * out).sum(dim=-1)
         excess = self._excess(call, result)
-        if statistics is None:
+        if not self.kernels.stores_statistics:
             weights = torch.exp(excess)
         else:
             weights, kept = torch.sigmoid(excess), torch.sigmoid(-excess)
             inverse = 1.0 / kept.clamp_min(torch.finfo(kept.dtype).tiny)
+            assert statistics is not None
             alone = statistics.sum(dim=2) / self.unit
             result = result._replace(out=(out * inverse.unsqueeze(-1)).to(out.dtype), lse=alone)
             dlse_alone = weights * delta if dlse is None else torch.addcmul(weights * delta, kept, dlse)
@@ -84,7 +85,7 @@ class WithSinks(Adapter):
         """sink - lse (B, Hq, Lq), with lse from the statistics if stored; -inf in fully masked rows."""
         assert call.scores.sinks is not None
         excess = call.scores.sinks.to(result.lse.dtype)[:, None]
-        if result.statistics is None:
+        if not self.kernels.stores_statistics:
             excess = excess - result.lse
         else:
             largest, log_sum = (result.statistics / self.unit).unbind(2)

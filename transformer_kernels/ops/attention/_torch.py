@@ -33,6 +33,8 @@ LARGE_LSE, LARGE_LSE_OF_16_BITS = 64.0, 4096.0
 class Kernels(AttentionKernels):
     """Attention through PyTorch's kernels."""
 
+    stores_statistics = False
+
     def forward(self, call: AttentionCall) -> AttentionResult:
         """out (B, Hq, Lq, D) and lse (B, Hq, Lq)."""
         q = call.q
