@@ -86,6 +86,8 @@ class Known(NamedTuple):
     """Whether `attention` gives the result of the written steps."""
     empty: Tensor | None = None
     """Queries (..., Lq, 1) without a visible key, where values are not read; with `bias` they attend to all keys."""
+    bounds: Tensor | None = None
+    """The bounds of packed sequences, instead of masks that hide padding."""
 
 
 class Masks(NamedTuple):
@@ -202,21 +204,22 @@ class Fused(NamedTuple):
 
     def _whole(self, q: Tensor, kt: Tensor, v: Tensor, p: float, known: Known | None, backend: str | None) -> Tensor:
         k, dims = kt.transpose(-1, -2), q.dim()
-        bias = None
+        bias = bounds = None
         if known is not None:
             if not known.is_exact or (self.fill > LARGE and not self._hides(q, kt)):
                 return as_written(self.steps, p, q, k, v, known.masks).to(self.dtype)
-            bias = known.bias
+            bias, bounds = known.bias, known.bounds
         if dims == 3:
             q, k, v = q[:, None], k[:, None], v[:, None]
         if known is not None and known.empty is not None:  # equal weights, or NaN where -inf is filled in
             q = q.masked_fill(known.empty, 0.0 if math.isfinite(self.fill) else math.nan)
         if q.dtype is not v.dtype:
             q, k = q.to(v.dtype), k.to(v.dtype)
-        if self.small and not p:
+        if self.small and not p and bounds is None:
             out = scaled_dot_product_attention(q, k, v, bias, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1])
         else:
-            out = attention(q, k, v, attn_bias=bias, scale=self.scale, dropout_p=p, backend=backend)  # type: ignore[assignment]
+            options: dict[str, Any] = {"scale": self.scale, "dropout_p": p, "backend": backend}
+            out = attention(q, k, v, attn_bias=bias, cu_seqlens=bounds, **options)  # type: ignore[assignment]
         out = out[:, 0] if dims == 3 else out
         return out if out.dtype is self.dtype else out.to(self.dtype)
 

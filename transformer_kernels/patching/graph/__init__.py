@@ -12,6 +12,7 @@ replaced by this package's operations, and the graph runs eagerly with autograd.
     _equal.py       equal computations become one
     _calls.py       calls of torch.nn.functional; _multi_head.py and _encoder_layer.py those that are several
     _checkpoint.py  parts that are computed again
+    _unpad.py       values of tokens without padding
     _report.py      the report
 """
 
@@ -38,13 +39,14 @@ class GraphRoute:
     Args:
         backend: "torch", "cpu", "triton" or "cuda" computes every match; None: the fastest, PyTorch's own functions
             included.
+        unpad: leave out padding.
     """
 
-    def __init__(self, backend: str | None = None) -> None:
+    def __init__(self, backend: str | None = None, unpad: bool = False) -> None:
         if backend not in (*BACKENDS, "auto", None):
             raise ValueError(f"compile: backend must be one of {(*BACKENDS, 'auto', None)}; got {backend!r}")
         trace_masks()
-        self.backend = None if backend == "auto" else backend
+        self.backend, self.unpad = None if backend == "auto" else backend, unpad
         self.outcomes: list[Outcome] = []
         self._modules: list[fx.GraphModule] = []
         self._switch: dict[str, Any] = {}
@@ -56,7 +58,7 @@ class GraphRoute:
     def __call__(self, graph_module: fx.GraphModule, example_inputs: list[Any], **_: Any) -> Callable[..., Any]:
         """Rewrite a graph; returns what runs it."""
         Recording.runs_compiled = True
-        self.outcomes.append(rewrite(graph_module, torch.is_grad_enabled(), self.backend))
+        self.outcomes.append(rewrite(graph_module, torch.is_grad_enabled(), self.backend, self.unpad))
         self._modules.append(graph_module)
         forward, switch = graph_module.forward, self._switch
 
@@ -74,14 +76,15 @@ class GraphRoute:
         return timed(self._modules, run, self._switch)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return GraphRoute, (self.backend,)
+        return GraphRoute, (self.backend, self.unpad)
 
 
 def _transformer_kernels(
     graph_module: fx.GraphModule, example_inputs: list[Any], options: dict[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """The backend of `torch.compile(model, backend="transformer_kernels", options={"backend": None})`."""
-    return GraphRoute((options or {}).get("backend"))(graph_module, example_inputs)
+    """`torch.compile(model, backend="transformer_kernels", options={"backend": None, "unpad": False})`."""
+    given = options or {}
+    return GraphRoute(given.get("backend"), given.get("unpad", False))(graph_module, example_inputs)
 
 
 _transformer_kernels.__name__ = "transformer_kernels"
@@ -95,7 +98,14 @@ def __getattr__(name: str) -> Any:
     return _transformer_kernels
 
 
-def compile(model: Any, *, backend: str | None = None, dynamic: bool | None = None, fullgraph: bool = False) -> Any:
+def compile(
+    model: Any,
+    *,
+    backend: str | None = None,
+    dynamic: bool | None = None,
+    fullgraph: bool = False,
+    unpad: bool = False,
+) -> Any:
     """Run any PyTorch module or function on these kernels, recognised by what it computes.
 
     It is `torch.compile` with the backend "transformer_kernels", and a report. Attention, norms, activations, residual
@@ -107,6 +117,9 @@ def compile(model: Any, *, backend: str | None = None, dynamic: bool | None = No
         backend: "torch", "cpu", "triton" or "cuda" computes every match and never falls back; None or "auto": the
             fastest, PyTorch's own functions included.
         dynamic, fullgraph: as in `torch.compile`.
+        unpad: leave out padding on the right between the first and the last operator that acts on each token alone,
+            around attention whose mask hides the keys of padding. Their results at padding become zeros, as by
+            `patch(model, unpad=True)`; real tokens have the same results, and dropout drops other elements.
 
     Returns:
         what `torch.compile` returns, with two methods more: `report()`, which prints as a table, and
@@ -123,7 +136,7 @@ def compile(model: Any, *, backend: str | None = None, dynamic: bool | None = No
         >>> compiled.report().graphs
         1
     """
-    route = GraphRoute(backend)
+    route = GraphRoute(backend, unpad)
     compiled = torch.compile(model, backend=route, dynamic=dynamic, fullgraph=fullgraph)
     target = vars(compiled) if isinstance(compiled, nn.Module) else compiled.__dict__
     target["report"], target["shares"] = route.report, route.shares

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import operator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from transformer_kernels import ops
 from transformer_kernels.ops._operation import is_traced
 from transformer_kernels.ops._pattern import Call, Match, Option, Pattern, Replacement
 from transformer_kernels.patching._products import faster_linear
@@ -23,17 +25,22 @@ USED = ("query", "key", "value", "num_heads", "in_proj_weight", "in_proj_bias", 
 def multi_head_attention(
     query: Tensor, key: Tensor, value: Tensor, heads: int, weight: Tensor, bias: Tensor | None, p: float,
     out_weight: Tensor, out_bias: Tensor | None, training: bool, padding: Tensor | None, need_weights: bool,
-    mask: Tensor | None, causal: bool, backend: str | None = None,
+    mask: Tensor | None, causal: bool, backend: str | None = None, bounds: Tensor | None = None,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """The output (L, B, E) of torch's function, for query (L, B, E) and key and value (S, B, E)."""
+    """The output (L, B, E) of torch's function, for query (L, B, E) and key and value (S, B, E).
+
+    With bounds of packed sequences B is 1, and padding is not read.
+    """
     if causal and padding is None and not need_weights:
         mask = None  # as torch does: the mask is a hint then
     else:
         causal = False
     q, k, v = _projected(query, key, value, weight, bias, heads, backend)
-    visible = _visible(mask, padding, q, k)
+    visible = None if bounds is not None else _visible(mask, padding, q, k)
     dropout = p if training else 0.0
-    if need_weights and visible is not None and _hides_rows(visible):
+    if bounds is not None:
+        out: Any = ops.attention(q, k, v, cu_seqlens=bounds, dropout_p=dropout, backend=backend)
+    elif need_weights and visible is not None and _hides_rows(visible):
         out = _as_written(q, k, v, visible, dropout)
     else:
         out = attention(q, k, v, visible, dropout, causal, backend=backend or "auto")

@@ -22,9 +22,10 @@ from transformer_kernels.patching.graph._checkpoint import checkpointed_parts
 from transformer_kernels.patching.graph._constants import Constants, Stored
 from transformer_kernels.patching.graph._encoder_layer import PATTERNS as ENCODER_LAYERS
 from transformer_kernels.patching.graph._equal import merge_equal
-from transformer_kernels.patching.graph._match import TRANSPARENT, Found, Matcher
+from transformer_kernels.patching.graph._match import TRANSPARENT, Found, Matcher, shape_of
 from transformer_kernels.patching.graph._multi_head import PATTERNS as MULTI_HEAD
 from transformer_kernels.patching.graph._rules import OVERRIDES, RULES
+from transformer_kernels.patching.graph._unpad import maskings
 from transformer_kernels.patching.graph._writes import Writes
 
 PATTERNS: tuple[Pattern, ...] = (
@@ -67,18 +68,19 @@ def roots(term: Term) -> frozenset[str]:
     return frozenset((term.name,)) if isinstance(term, Call) else frozenset()
 
 
-def rewrite(graph_module: fx.GraphModule, trains: bool, backend: str | None = None) -> Outcome:
+def rewrite(graph_module: fx.GraphModule, trains: bool, backend: str | None = None, unpad: bool = False) -> Outcome:
     """Replace matches of the patterns in place; returns the matches.
 
     Args:
         graph_module: a graph of torch calls with Dynamo's fake tensors.
         trains: whether autograd records it.
         backend: computes every match, whatever its size; None for the fastest, PyTorch's own functions included.
+        unpad: leave out padding.
     """
     if (reason := _transformed(graph_module.graph)) is not None:
         return Outcome(left={("the graph", ""): reason})
-    parts = [rewrite(part, trains, backend) for part in checkpointed_parts(graph_module)]
-    outcome = Rewriter(graph_module.graph, trains, backend).run()
+    parts = [rewrite(part, trains, backend, unpad) for part in checkpointed_parts(graph_module)]
+    outcome = Rewriter(graph_module.graph, trains, backend).run(unpad)
     for part in parts:
         outcome.add(part)
     graph_module.graph.lint()
@@ -101,7 +103,7 @@ class Rewriter:
         self.created: list[fx.Node] = []
         self.own: dict[fx.Node, tuple[str, str]] = {}
 
-    def run(self) -> Outcome:
+    def run(self, unpad: bool = False) -> Outcome:
         for pattern in PATTERNS:
             names = roots(pattern.term)
             for node in reversed(list(self.graph.nodes)):
@@ -109,11 +111,23 @@ class Rewriter:
                     expression = self.canonical.of(node).op
                     if expression in names and self.own.get(node, ("",))[0] != pattern.operation:
                         self._try(pattern, node)
-        self.writes.restore(frozenset(self.created) if self.trains else frozenset())
+        if unpad:
+            self._unpad()
+        self.writes.restore(frozenset(self.created) if self.trains or unpad else frozenset())
         self._report()
         present = {node.name for node in self.graph.nodes}
         self.outcome.left = {key: reason for key, reason in self.outcome.left.items() if key[1] in present}
         return self.outcome
+
+    def _unpad(self) -> None:
+        for found in maskings(self.graph, self._is_fixed):
+            found.rewrite(lambda function, args, root=found.mask: self._call(function, args, {}, root, None))
+            self.outcome.count("without padding")
+
+    def _is_fixed(self, node: fx.Node, root: fx.Node) -> bool:
+        """Whether a node cannot run elsewhere, or not as `root` does."""
+        known = _is_pure(node) or node in self.created or node.op == "get_attr"
+        return not known or self.writes.touches(node) or self.regions.get(node) != self.regions.get(root)
 
     def _try(self, pattern: Pattern, root: fx.Node) -> None:
         reason = None
@@ -218,7 +232,7 @@ class Rewriter:
             return value
         inner = self._argument(value.args[0], place)
         function = {"permute": torch.permute, "not": torch.logical_not, "mul": torch.mul}[value.op]
-        return self._call(function, (inner, *value.args[1:]), {}, place, None)
+        return self._call(function, (inner, *value.args[1:]), {}, place, shape_of(value))
 
     def _prepare(self, prepared: Prepared, place: fx.Node) -> fx.Node:
         known = (prepared.function, prepared.values)
