@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import transformer_kernels as tk
 from tests.support.handwritten import compare
 from transformer_kernels.ops.attention import _structure
 
@@ -334,3 +335,16 @@ def test_dropout_of_whole_channels_is_torchs():
     compiled, _ = routed(lambda x: torch.feature_dropout(x, 0.5, True))
     channels = compiled(torch.ones(8, 16, 16, 16)).flatten(2)
     assert torch.equal(channels.amin(-1), channels.amax(-1))
+
+
+@pytest.mark.parametrize("family", ("GPT2", "Llama"))
+def test_two_compilations_of_models_of_transformers_serve_all_lengths(family):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = getattr(transformers, f"{family}Config")(**sizes, vocab_size=50, use_cache=False)
+    model = getattr(transformers, "GPT2LMHeadModel" if family == "GPT2" else "LlamaForCausalLM")(config)
+    compiled = tk.compile(model)
+    for length in (8, 9, 17, 33, 12):
+        tokens = torch.randint(50, (2, length))
+        compiled(input_ids=tokens, labels=tokens)
+    assert compiled.report().graphs == 2

@@ -127,6 +127,12 @@ def test_as_many_sequences_as_tokens(packed):
     assert packed() == [True]
 
 
+def test_little_padding_is_computed_and_then_zeros(packed, monkeypatch):
+    monkeypatch.setattr(_real_tokens, "MIN_ELEMENTS", 1 << 14)
+    padding, _ = compared(Encoder())
+    assert packed() == [False] and bool((padding == 0.0).all())
+
+
 def causal(real):
     return keys(real) | torch.ones(2 * real.shape[-1:], dtype=torch.bool).triu(1)
 

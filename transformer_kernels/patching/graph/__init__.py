@@ -26,7 +26,7 @@ from torch import fx, nn
 
 from transformer_kernels.backends.dispatch import BACKENDS
 from transformer_kernels.graphs._host import Recording
-from transformer_kernels.patching.graph._encoder_layer import trace_masks
+from transformer_kernels.patching.graph._encoder_layer import trace_masks, trace_messages
 from transformer_kernels.patching.graph._report import GraphReport, GraphRow, Shares, report_of, timed
 from transformer_kernels.patching.graph._rewrite import Outcome, rewrite
 
@@ -46,6 +46,7 @@ class GraphRoute:
         if backend not in (*BACKENDS, "auto", None):
             raise ValueError(f"compile: backend must be one of {(*BACKENDS, 'auto', None)}; got {backend!r}")
         trace_masks()
+        trace_messages()
         self.backend, self.unpad = None if backend == "auto" else backend, unpad
         self.outcomes: list[Outcome] = []
         self._modules: list[fx.GraphModule] = []
@@ -95,6 +96,7 @@ def __getattr__(name: str) -> Any:
     if name != "transformer_kernels":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     trace_masks()
+    trace_messages()
     return _transformer_kernels
 
 

@@ -6,6 +6,7 @@ Its parts on these kernels are faster from a few hundred tokens on.
 from __future__ import annotations
 
 import functools
+import logging
 import warnings
 from typing import Any
 
@@ -112,3 +113,13 @@ def trace_masks() -> None:
     @torch.compiler.substitute_in_graph(warnings.warn, skip_signature_check=True)  # Python 3.12 has another one
     def warn(message: Any, category: Any = None, *_: Any, **options: Any) -> None:
         issue(message, category)
+
+
+def trace_messages() -> None:
+    """Let Dynamo trace models of transformers that log a message once, at which tracing ends; it is not logged then.
+
+    GPT-2 with labels does so: it would be two graphs, whose compilation takes three times as long.
+    """
+    ignored = getattr(torch._dynamo.config, "ignore_logging_functions", None)
+    if ignored is not None and (method := getattr(logging.Logger, "warning_once", None)) is not None:
+        ignored.add(method)
