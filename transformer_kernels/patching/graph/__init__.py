@@ -13,6 +13,7 @@ replaced by this package's operations, and the graph runs eagerly with autograd.
     _calls.py       calls of torch.nn.functional; _multi_head.py and _encoder_layer.py those that are several
     _checkpoint.py  parts that are computed again
     _unpad.py       values of tokens without padding
+    _tracing.py     what Dynamo traces besides
     _report.py      the report
 """
 
@@ -26,9 +27,9 @@ from torch import fx, nn
 
 from transformer_kernels.backends.dispatch import BACKENDS
 from transformer_kernels.graphs._host import Recording
-from transformer_kernels.patching.graph._encoder_layer import trace_masks, trace_messages
 from transformer_kernels.patching.graph._report import GraphReport, GraphRow, Shares, report_of, timed
 from transformer_kernels.patching.graph._rewrite import Outcome, rewrite
+from transformer_kernels.patching.graph._tracing import trace_further
 
 __all__ = ["GraphReport", "GraphRoute", "GraphRow", "Shares", "compile", "transformer_kernels"]
 
@@ -45,8 +46,7 @@ class GraphRoute:
     def __init__(self, backend: str | None = None, unpad: bool = False) -> None:
         if backend not in (*BACKENDS, "auto", None):
             raise ValueError(f"compile: backend must be one of {(*BACKENDS, 'auto', None)}; got {backend!r}")
-        trace_masks()
-        trace_messages()
+        trace_further()
         self.backend, self.unpad = None if backend == "auto" else backend, unpad
         self.outcomes: list[Outcome] = []
         self._modules: list[fx.GraphModule] = []
@@ -95,8 +95,7 @@ def __getattr__(name: str) -> Any:
     """The entry point, which is looked up before the program is traced."""
     if name != "transformer_kernels":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    trace_masks()
-    trace_messages()
+    trace_further()
     return _transformer_kernels
 
 
