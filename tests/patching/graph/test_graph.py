@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import transformer_kernels as tk
+from tests.support.handwritten import compare
 from tests.support.handwritten.attention import KEYS
 from transformer_kernels.patching import graph
 
@@ -150,6 +151,18 @@ def test_spellings(name):
     compiled = tk.compile(function, backend="torch", fullgraph=True)
     assert_same(function, compiled, sample(2, 8, 16))
     assert compiled.report().matched == {operation: 1}
+
+
+def test_a_backend_without_float64_leaves_it():
+    functions = [function for function, operation in SPELLINGS.values() if operation != "std_norm"]
+
+    def together(x):
+        return [function(x) for function in functions]
+
+    compiled, matched = compare.routed(together, "cpu")
+    x = sample(2, 8, 16)
+    torch.testing.assert_close(compiled(x), together(x))
+    assert not matched
 
 
 def weights_returned(x):
