@@ -77,10 +77,10 @@ def constant_bias_with_a_factor(q, k, v):
 
 
 @trap
-def keys_are_an_out_argument_no_grad(q, k, v):
+def keys_are_an_out_argument_no_grad(q, k, other):
     k = k + 0.0
     s = q @ k.mT * SCALE
-    torch.neg(q, out=k)
+    torch.neg(other, out=k)
     return torch.softmax(s, -1) @ k
 
 
