@@ -66,7 +66,7 @@ def test_parts_of_calls(op, backend, device, monkeypatch):
     require(op, backend, device, torch.float32)
     monkeypatch.setattr(certificates, "WHOLE", 10**9)
     monkeypatch.setattr(certificates, "SMALL", 0)
-    monkeypatch.setattr(certificates.Certificate, "_is_due", lambda self, tally: True)
+    monkeypatch.setattr(certificates.Certificate, "_is_due", lambda *_: True)
     with tk.certify() as certificate:
         for _ in range(4):
             passes(op, backend, rows=64)
@@ -78,7 +78,7 @@ def test_parts_of_a_linear_layer_see_its_gradients(named, device, monkeypatch):
     """Rows see the gradient of x, columns those of weight and bias; a wrong one is found although neither is whole."""
     require("linear", "cpu", device, torch.float32)
     monkeypatch.setattr(certificates, "SMALL", 0)
-    monkeypatch.setattr(certificates.Certificate, "_is_due", lambda self, tally: True)
+    monkeypatch.setattr(certificates.Certificate, "_is_due", lambda *_: True)
 
     def spoil(x):
         if x.shape == ((64, 64) if named == "x" else (19, 64)):
@@ -150,7 +150,7 @@ def test_a_run_has_the_same_bits_and_a_certificate(recorded, dtype, device, tmp_
 
 
 def test_outside_nothing_is_observed():
-    with tk.certify() as certificate:
+    with tk.certify(share=1.0) as certificate:
         passes("layer_norm", "torch")
     before = certificate.samples
     assert dispatch.observer is None and before > 0
@@ -178,6 +178,25 @@ def test_checks_take_their_share_of_the_time(monkeypatch):
             tk.rms_norm(x, weight, backend="torch")
             now += 0.001
     assert 0.02 < certificate.checking / certificate.seconds < 0.032
+
+
+def test_a_run_too_short_for_checks_names_what_has_no_sample(monkeypatch):
+    """A check that is expected to take longer than its share waits, and is made as soon as there was time for it."""
+    now = 0.0
+    monkeypatch.setattr(certificates.time, "perf_counter", lambda: now)
+    x, weight = torch.randn(4, 8), torch.ones(8)
+    with tk.certify() as certificate:
+        tk.rms_norm(x, weight, backend="torch")
+        now += 0.5
+        tk.rms_norm(x, weight, backend="torch")
+    assert certificate.samples == 0 and certificate.without_sample == ["rms_norm forward"]
+    assert "1 of 1 passes without a sample" in certificate.line()
+    assert "no sample, for lack of time: rms_norm forward" in str(certificate)
+    with tk.certify() as certificate:
+        tk.rms_norm(x, weight, backend="torch")
+        now += 1.0
+        tk.rms_norm(x, weight, backend="torch")
+    assert certificate.samples == 1 and not certificate.without_sample
 
 
 def test_invalid_use():
@@ -295,10 +314,10 @@ def plant(monkeypatch, op, direction, spoil):
 
 @pytest.mark.parametrize(("op", "direction", "spoil"), WRONG_KERNELS, ids=lambda x: getattr(x, "__name__", x))
 def test_a_wrong_kernel_is_located(op, direction, spoil, device, monkeypatch, tmp_path):
-    """36 faults: every operation, forward and backward; with the default share, since first calls are checked."""
+    """36 faults: every operation, forward and backward."""
     require(op, "cpu", device, torch.float32)
     plant(monkeypatch, op, direction, spoil)
-    with tk.certify(tmp_path / "certificate.json") as certificate:
+    with tk.certify(tmp_path / "certificate.json", share=1.0) as certificate:
         passes(op, "cpu")
     assert certificate.beyond >= 1, str(certificate)
     finding = certificate.findings[0]
@@ -314,7 +333,7 @@ def test_scaled_gradients_are_located(op, factor, device, monkeypatch):
     """4 faults of half a thousandth."""
     require(op, "cpu", device, torch.float32)
     plant(monkeypatch, op, "backward", lambda x: x.mul_(factor))
-    with tk.certify() as certificate:
+    with tk.certify(share=1.0) as certificate:
         passes(op, "cpu")
     assert certificate.findings[0].operation == op and certificate.findings[0].direction == "backward"
 
@@ -333,6 +352,69 @@ def test_a_flipped_bit_in_a_weight_is_located(bit, device):
     assert [(finding.operation, finding.layer) for finding in changed] == [("layer_norm", "1")]
 
 
+def flip(x):
+    torch.as_strided(x.detach(), (x.numel(),), (1,), x.storage_offset()).numpy().view("int32")[5] ^= 1 << 22
+
+
+@pytest.mark.parametrize(("op", "field"), [("linear", "x"), ("attention", "q"), ("layer_norm", "rstd")])
+def test_a_flipped_bit_in_a_saved_activation_is_located(op, field, device, monkeypatch):
+    """After a forward pass that was checked, in a backward pass whose own check is not due."""
+    require(op, "cpu", device, torch.float32)
+    monkeypatch.setattr(certificates.Certificate, "_is_due", lambda self, tally, now: is_forward(self, tally))
+
+    def is_forward(certificate, tally):
+        return tally is certificate.operations.get(f"{op} forward")
+
+    kept, see = [], certificates.Certificate.see
+    monkeypatch.setattr(
+        certificates.Certificate,
+        "see",
+        lambda self, observed, backend: (kept.append(dict(observed.kept())), see(self, observed, backend))[1],
+    )
+    tensors = EXAMPLES[op].make(24, 64)
+    with tk.certify() as certificate:
+        outputs = Call(op, "cpu")(tensors)
+        output = outputs[0] if isinstance(outputs, tuple) else outputs
+        flip(kept[0][field])
+        output.sum().backward()
+    assert [finding.what for finding in certificate.findings] == [f"{field} changed in memory after forward"]
+    assert (certificate.findings[0].operation, certificate.findings[0].direction) == (op, "backward")
+
+
+def test_a_flipped_bit_in_a_weight_of_a_recorded_step_is_located(device, monkeypatch):
+    """Between the forward and the backward pass of a replay."""
+    require("attention", "cpu", device, torch.float32)
+    with tk.use_backend("cpu"):
+        model, step, batch = training(recorded=True)
+        weight = model.blocks[0].feed_forward.up.weight
+        with tk.certify(share=1.0) as certificate:
+            certificate.name(model)
+            for _ in range(5):
+                step(*batch)
+            assert certificate.beyond == 0, str(certificate)
+            look, flipped = certificates.Certificate._look, []
+
+            def flipping(self, tally, observed, *arguments):
+                look(self, tally, observed, *arguments)
+                if observed.operation.name.endswith("cross_entropy") and not flipped:
+                    flipped.append(flip(weight))
+
+            monkeypatch.setattr(certificates.Certificate, "_look", flipping)
+            step(*batch)
+    finding = certificate.findings[0]
+    assert (finding.operation, finding.direction) == ("linear", "backward"), str(certificate)
+    assert finding.layer == "blocks.0.feed_forward" and finding.what == "weight changed in memory after forward"
+
+
+def test_copies_in_place_of_saved_tensors_are_no_change(device):
+    """Hooks may put a copy at the address of another tensor."""
+    require("linear", "cpu", device, torch.float32)
+    with tk.certify(share=1.0) as certificate, torch.autograd.graph.save_on_cpu():
+        for _ in range(3):
+            passes("linear", "cpu")
+    assert certificate.beyond == 0, str(certificate)
+
+
 def test_an_optimizer_that_writes_by_address_is_no_fault(device):
     """After a forward pass whose backward pass was not checked."""
     require("layer_norm", "cpu", device, torch.float32)
@@ -341,10 +423,10 @@ def test_an_optimizer_that_writes_by_address_is_no_fault(device):
     with tk.certify(share=1.0) as certificate:
         for checked in (False, True):
             loss = model(torch.randn(8, 64)).sum()
-            certificate._is_due = lambda tally, checked=checked: checked
+            certificate._is_due = lambda *_, checked=checked: checked
             loss.backward()
             model.weight.detach().numpy()[:] *= 0.5  # past PyTorch's count of writes
-            certificate._is_due = lambda tally: tally is certificate.operations["layer_norm backward"]
+            certificate._is_due = lambda tally, now: tally is certificate.operations["layer_norm backward"]
     assert certificate.beyond == 0, str(certificate)
 
 
@@ -459,7 +541,7 @@ def test_a_sample_is_replayed(device, monkeypatch, tmp_path, capsys):
     require("layer_norm", "cpu", device, torch.float32)
     with monkeypatch.context() as patched:
         plant(patched, "layer_norm", "backward", scaled)
-        with tk.certify(tmp_path / "certificate.json") as certificate:
+        with tk.certify(tmp_path / "certificate.json", share=1.0) as certificate:
             passes("layer_norm", "cpu")
     file = certificate.findings[0].file
     assert file == str(tmp_path / "certificate-0.pt")
@@ -477,7 +559,7 @@ def test_samples_of_every_operation_are_replayed(op, device, monkeypatch, tmp_pa
     monkeypatch.setattr(certificates.Certificate, "_compare_weights", lambda self, observed: [
         certificates.Checked("", certificates.NO_ERRORS, math.inf)
     ])  # fmt: skip
-    with tk.certify(tmp_path / "certificate.json") as certificate:
+    with tk.certify(tmp_path / "certificate.json", share=1.0) as certificate:
         passes(op, "cpu")
     assert len(certificate.findings) >= 2
     for finding in certificate.findings:

@@ -529,7 +529,7 @@ class Operation:
         )
 
 
-_saved_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_tracing: True)
+saved_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_tracing: True)
 """The hooks of saved tensors, or None; releases of PyTorch that cannot be asked are taken to have some."""
 
 
@@ -549,7 +549,7 @@ class _Recorded(torch.autograd.Function):
         ctx.made_ahead = made is not None
         results = plan.forward(call) if made is None else made[0]
         plan.keep(ctx, call, results if operation.result else (results,), *(made or ())[1:])
-        ctx.strides = _saved_hooks(True) and [x.stride() if isinstance(x, Tensor) else None for x in ctx.to_save]
+        ctx.strides = saved_hooks(True) and [x.stride() if isinstance(x, Tensor) else None for x in ctx.to_save]
         return results if operation.result is None else plan.outputs(results)
 
     @staticmethod

@@ -24,19 +24,22 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from transformer_kernels._version import __version__
 from transformer_kernels.backends import dispatch
 from transformer_kernels.ops._kernels import Grads, Kernels, Wanted
+from transformer_kernels.ops._operation import saved_hooks
 from transformer_kernels.verification.budget import Errors
 from transformer_kernels.verification.layers import Layers
 from transformer_kernels.verification.nonfinite import NonFinite, first_non_finite
 from transformer_kernels.verification.recompute import PARTS, Checked, Observed, check, non_finite_row
 
-SHARE = 0.03
-"""Of the time, for checks."""
+SHARE, CHECKS = 0.03, 0.75
+"""Of the time, for a certificate; of that, for checks: the rest is for counting the passes."""
 SKIPPED = 64
 """At most so many calls pass before the next one that may be checked: its position in a step is random."""
 WHOLE = 4
 """One in so many checks of large passes is of all rows, and of the gradients that sum over them."""
 SMALL = 1 << 16
 """Elements of a result below which every check is of all rows."""
+FIRST_CHECK, PER_ELEMENT = 0.02, 1e-7
+"""Seconds that the first check of an operation is expected to take, at least, and more for each element."""
 MAX_FINDINGS = 20
 NO_ERRORS = Errors(0.0, 0.0, 0.0, 0.0, 0.0)
 LOSSES = ("cross_entropy", "linear_cross_entropy")
@@ -44,11 +47,12 @@ LOSSES = ("cross_entropy", "linear_cross_entropy")
 
 @dataclass
 class Tally:
-    """The checks of one operation in one direction."""
+    """The checks of one operation in one direction, and the seconds that the next check is expected to take."""
 
     calls: int = 0
     samples: int = 0
     largest_share: float = 0.0
+    expected: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,7 @@ class Certificate:
     def __post_init__(self) -> None:
         self._random, self._skip = random.Random(0), 0
         self._layers, self._began, self._was_forward = Layers(), 0.0, True
-        self._weights: dict[int, tuple[int, int]] = {}  # version and sum of bits by address, from forward to backward
+        self._memory: dict[tuple[int, int], tuple[int, int]] = {}  # by address and size: version and sum of bits
 
     @property
     def samples(self) -> int:
@@ -122,18 +126,27 @@ class Certificate:
         """The largest share of a budget."""
         return max((tally.largest_share for tally in self.operations.values()), default=0.0)
 
+    @property
+    def without_sample(self) -> list[str]:
+        """Operations and directions that ran and had no sample, since a check would have taken more than its share."""
+        return sorted(name for name, tally in self.operations.items() if not tally.samples)
+
     def line(self) -> str:
         """The certificate on one line."""
         names = {name.partition(" ")[0] for name in self.operations}
         took = self.checking / self.seconds if self.seconds else 0.0
+        passes = f", {len(self.without_sample)} of {len(self.operations)} passes without a sample"
         return (
             f"{self.largest_share:.2g} of the budget; {self.beyond} of {self.samples:,} samples beyond it; "
-            f"{len(names)} operations, {len(self.layers)} layers, {took:.1%} of {self.seconds:.0f} s"
+            f"{len(names)} operations{passes if self.without_sample else ''}, {len(self.layers)} layers, "
+            f"{took:.1%} of {self.seconds:.0f} s"
         )
 
     def __str__(self) -> str:
         lines = [self.line(), *map(str, self.findings)]
         lines += [f"not checked: {name}: {reason}" for name, reason in self.unchecked.items()]
+        if self.without_sample:
+            lines.append(f"no sample, for lack of time: {', '.join(self.without_sample)}")
         return "\n".join(lines if self.non_finite is None else [*lines, str(self.non_finite)])
 
     def record(self) -> dict[str, Any]:
@@ -144,6 +157,7 @@ class Certificate:
             "samples": self.samples,
             "beyond": self.beyond,
             "operations": {name: asdict(tally) for name, tally in sorted(self.operations.items())},
+            "without_sample": self.without_sample,
             "layers": dict(sorted(self.layers.items())),
             "unchecked": self.unchecked,
             "findings": [asdict(finding) for finding in self.findings],
@@ -186,59 +200,78 @@ class Certificate:
 
     def see(self, observed: Observed, backend: str) -> None:
         """Observe a pass now, or, where a step is recorded, in each replay."""
-        layer, _ = self._layers.current()
+        name = f"{observed.operation.name} {observed.direction}"
+        tally = self.operations.get(name)
+        if tally is None:
+            elements = sum(x.numel() for x in observed.tensors())
+            tally = self.operations[name] = Tally(expected=FIRST_CHECK + PER_ELEMENT * elements)
         modes: list[Any] = _get_current_dispatch_mode_stack()
         mode = next((mode for mode in modes if hasattr(mode, "observe")), None)
-        if mode is not None:  # a recording of `graphs`
-            tensors, layout = pytree.tree_flatten(tuple(observed)[1:])
-
-            def again(*values: Any) -> None:
-                again_observed = Observed(observed.operation, *pytree.tree_unflatten(list(values), layout))
-                self._weights.clear()  # a replay may write without a new version
-                self._observe(again_observed, backend, layer)
-
-            mode.observe(again, *tensors)
+        if mode is None:
+            self._observe(tally, observed, lambda: observed, backend, None)
             return
-        with _disable_current_modes():
-            self._observe(observed, backend, layer)
+        layer, _ = self._layers.current()  # a recording of `graphs`
+        tensors, layout = pytree.tree_flatten(tuple(observed)[1:])
 
-    def _observe(self, observed: Observed, backend: str, layer: str) -> None:
-        name = f"{observed.operation.name} {observed.direction}"
-        tally = self.operations.setdefault(name, Tally())
-        tally.calls += 1
-        is_forward = observed.direction == "forward"
-        if is_forward and not self._was_forward:  # the next step, whose optimizer may write without a new version
-            self._weights.clear()
-        self._was_forward = is_forward
-        if is_forward and observed.operation.name in LOSSES and self.non_finite is None:
-            self._find_non_finite(observed, layer)
-        if not self._is_due(tally):
-            return
+        def again(*values: Any) -> None:
+            def seen() -> Observed:
+                return Observed(observed.operation, *pytree.tree_unflatten(list(values), layout))
+
+            self._observe(tally, observed, seen, backend, layer)
+
+        mode.observe(again, *tensors)
+
+    def _observe(
+        self, tally: Tally, like: Observed, seen: Callable[[], Observed], backend: str, layer: str | None
+    ) -> None:
+        """Count a pass, whose values `seen` returns, and check it if that is due; `layer` None: the current one."""
         started = time.perf_counter()
-        try:
-            self._check(observed, backend, layer, tally)
-        except Exception as error:  # the run goes on
-            self.unchecked[name] = f"{type(error).__name__}: {error}"
-        finally:
-            self.checking += time.perf_counter() - started
+        tally.calls += 1
+        is_forward = like.grads is None
+        if is_forward and not self._was_forward:  # the next step: an optimizer may write without a new version
+            self._memory.clear()
+        self._was_forward = is_forward
+        is_loss = is_forward and like.operation.name in LOSSES and self.non_finite is None
+        due = self._is_due(tally, started)
+        if due or is_loss or self._memory:
+            layer = self._layers.current()[0] if layer is None else layer
+            try:
+                with _disable_current_modes():
+                    self._look(tally, seen(), backend, layer, due, is_loss)
+            except Exception as error:  # the run goes on
+                self.unchecked[f"{like.operation.name} {like.direction}"] = f"{type(error).__name__}: {error}"
+        took = time.perf_counter() - started
+        self.checking += took
+        if due:
+            tally.expected = max(took, 0.7 * tally.expected)
 
-    def _is_due(self, tally: Tally) -> bool:
-        if tally.samples == 0 or self.share >= 1.0:
+    def _is_due(self, tally: Tally, now: float) -> bool:
+        """Whether there is time for a check of a pass: for the first one, or at random positions for the others, which
+        leave half of the time to passes without a sample."""
+        if self.share >= 1.0:
             return True
-        self._skip -= 1
-        if self._skip > 0:
-            return False
-        self._skip = self._random.randrange(1, SKIPPED)
-        return self.checking <= self.share * (time.perf_counter() - self._began)
+        spent = self.checking + tally.expected
+        if tally.samples:
+            self._skip -= 1
+            if self._skip > 0:
+                return False
+            self._skip = self._random.randrange(1, SKIPPED)
+            if any(not other.samples for other in self.operations.values()):
+                spent *= 2.0
+        return spent <= CHECKS * self.share * (now - self._began)
 
-    def _check(self, whole: Observed, backend: str, layer: str, tally: Tally) -> None:
-        if self.non_finite is None:
-            self._find_non_finite(whole, layer)
-        observed = whole if self.share >= 1.0 else self._sampled(whole)
-        found = check(observed)
-        if observed is not whole and not all(share <= 1.0 for _, _, share in found):
-            found = check(whole)  # the budget applies to a whole tensor; a part may lack its largest elements
-        found += self._compare_weights(whole)
+    def _look(self, tally: Tally, whole: Observed, backend: str, layer: str, due: bool, is_loss: bool) -> None:
+        """Look for values that are not finite, for rounding beyond the budget, and for memory that has changed."""
+        if (due or is_loss) and self.non_finite is None:
+            came_out = [x for _, x, _ in whole.named()]
+            self._find_non_finite(whole, layer, came_out if due else came_out[:1])
+        found = self._compare_memory(whole, due)
+        if due:
+            observed = whole if self.share >= 1.0 else self._sampled(whole, tally.samples == 0)
+            checked = check(observed)
+            if observed is not whole and not all(share <= 1.0 for _, _, share in checked):
+                checked = check(whole)  # the budget is that of a whole tensor, whose largest elements a part may lack
+            found += checked  # memory that has changed is the reason of wrong gradients
         for name, errors, share in found:
             tally.samples += 1
             tally.largest_share = max(tally.largest_share, share)
@@ -252,22 +285,21 @@ class Certificate:
                     finding = Finding(*where, name, shape, share, errors.error, errors.budget, file)
                     self.findings.append(finding)
 
-    def _compare_weights(self, observed: Observed) -> list[Checked]:
-        """Whether weights of this backward pass have changed since forward although no operator has written to them."""
+    def _compare_memory(self, observed: Observed, due: bool) -> list[Checked]:
+        """What this backward pass reads and what has changed, without an operator's writing to it, since a forward pass
+        that was checked."""
         changed = []
-        for weight in observed.tensors():
-            if not (weight.is_leaf and weight.requires_grad):
-                continue
-            now = weight._version, _sum_of_bits(weight)
+        for name, x in observed.kept() if due or self._memory else ():
+            address = x.data_ptr(), x.numel()
+            before = self._memory.pop(address, None)
             if observed.direction == "forward":
-                self._weights[weight.data_ptr()] = now
-                continue
-            before = self._weights.pop(weight.data_ptr(), now)
-            if before != now and before[0] == now[0]:
-                changed.append(Checked("a weight changed in memory after forward", NO_ERRORS, torch.inf))
+                if due and not observed.copied:
+                    self._memory[address] = x._version, _sum_of_bits(x)
+            elif before is not None and before[0] == x._version and before[1] != _sum_of_bits(x):
+                changed.append(Checked(f"{name} changed in memory after forward", NO_ERRORS, torch.inf))
         return changed
 
-    def _sampled(self, whole: Observed) -> Observed:
+    def _sampled(self, whole: Observed, first: bool) -> Observed:
         """Some rows of a large pass, the first ones where dropout counts them; of a linear layer also some columns."""
         named = list(whole.named())
         largest = max((x for _, x, _ in named if x.dim() > 1), key=Tensor.numel, default=None)
@@ -276,7 +308,7 @@ class Certificate:
         layer = whole.operation.name == "linear"
         if layer and self._random.randrange(2):
             return whole.columns(*self._range(whole.call.weight.shape[0]))
-        if not layer and not self._random.randrange(WHOLE):
+        if not layer and not first and not self._random.randrange(WHOLE):
             return whole
         drops = getattr(whole.call, "seed", None) is not None
         start, stop = self._range(largest.shape[0])
@@ -288,8 +320,7 @@ class Certificate:
         start = self._random.randrange(length - size + 1)
         return start, start + size
 
-    def _find_non_finite(self, observed: Observed, layer: str) -> None:
-        came_out = [x for _, x, _ in observed.named()]
+    def _find_non_finite(self, observed: Observed, layer: str, came_out: list[Tensor]) -> None:
         if (row := non_finite_row(came_out)) is None:
             return
         finite = non_finite_row(observed.tensors()) is None
@@ -342,7 +373,7 @@ class Watched(Kernels):
         return gradients
 
     def _forward(self, call: Any, result: Any) -> Any:
-        self._see(Observed(self.operation, call, result))
+        self._see(Observed(self.operation, call, result, copied=bool(saved_hooks(True))))
         return result
 
     def _ahead(self, call: Any) -> Any:
@@ -372,9 +403,10 @@ class Watched(Kernels):
 def certify(file: str | os.PathLike[str] | None = None, *, share: float = SHARE) -> Iterator[Certificate]:
     """Check the operations of this package in a run while it goes on: `with tk.certify() as certificate:`.
 
-    The first call of each operation, forward and backward, and then others at random positions are recomputed in
-    float64 by the backend "torch" and held against the error budget of this package's tests (docs/numbers.md). Of large
-    tensors most checks are of a sixteenth of the rows, or of a linear layer's columns. Calls that "auto" leaves to
+    Calls of each operation, forward and backward, are recomputed in float64 by the backend "torch" and held against the
+    error budget of this package's tests (docs/numbers.md): one of each as soon as its check takes no more than the
+    share of the time so far, then others at random positions. A run too short for some names them. Of large tensors
+    most checks are of a sixteenth of the rows, or of a linear layer's columns. Calls that "auto" leaves to
     PyTorch's own function are not checked. Within the block a recorded step (`graphed`) is captured anew; a replay is
     checked as an eager step is, except on a GPU, where a graph runs no Python: there only the eager steps are.
 
@@ -383,7 +415,7 @@ def certify(file: str | os.PathLike[str] | None = None, *, share: float = SHARE)
     Args:
         file: where the certificate is written at the end, as JSON, with the inputs of samples beyond the budget beside
             it; None: it is not written, and those inputs are in a temporary folder.
-        share: of the time, for checks; 1.0 checks every call.
+        share: of the time, for the certificate; 1.0 checks every call, whatever time that takes.
 
     Returns:
         a context manager that gives a `Certificate`; print it.
@@ -393,7 +425,7 @@ def certify(file: str | os.PathLike[str] | None = None, *, share: float = SHARE)
         RuntimeError: a certificate is being made already.
 
     Examples:
-        >>> with certify() as certificate:
+        >>> with certify(share=1.0) as certificate:
         ...     y = tk.bias_gelu(torch.randn(64, 32), torch.zeros(32), backend="torch")
         >>> certificate.samples, certificate.beyond
         (1, 0)
@@ -457,7 +489,7 @@ def _replayed(values: dict[str, Any]) -> tuple[Observed, Observed]:
 
 
 def _sum_of_bits(x: Tensor) -> int:
-    words = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
     return int(x.detach().view(words).sum(dtype=torch.int64))
 
 

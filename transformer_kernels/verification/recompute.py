@@ -36,6 +36,7 @@ class Observed(NamedTuple):
         call: the validated call, without the fields that backward drops.
         result: all results of a forward pass, the kept results of a backward pass.
         grads, wanted, gradients: of backward, None for a forward pass.
+        copied: whether hooks of saved tensors may put copies in place of what backward reads.
     """
 
     operation: Any
@@ -44,6 +45,7 @@ class Observed(NamedTuple):
     grads: Any = None
     wanted: Any = None
     gradients: Any = None
+    copied: bool = False
 
     @property
     def direction(self) -> str:
@@ -69,6 +71,17 @@ class Observed(NamedTuple):
     def tensors(self) -> list[Tensor]:
         """The floating-point inputs."""
         return [leaf for leaf in pytree.tree_leaves((self.call, self.grads)) if is_floating(leaf)]
+
+    def kept(self) -> Iterator[tuple[str, Tensor]]:
+        """What backward reads of the values of forward, of floating point; a loss may write to its results."""
+        operation = self.operation
+        shapes_only = self.call.described()
+        fields = zip(operation.fields, operation.flat(self.call), strict=True)
+        named = [(name, x) for name, x in fields if name not in shapes_only]
+        if not operation.name.endswith("cross_entropy"):
+            results = {"output": self.result} if operation.result is None else self.result._asdict()
+            named += results.items()
+        return ((name.rpartition(".")[2], x) for name, x in named if is_floating(x))
 
     def part(self, start: int, stop: int) -> Observed | None:
         """The pass of these indices of the first axis; None if it cannot be divided."""
