@@ -96,6 +96,7 @@ def test_a_part_beyond_its_budget_is_confirmed_by_the_whole(monkeypatch):
     """Errors of small rows may exceed what their own size allows, and are within the budget of the tensor."""
     monkeypatch.setattr(certificates, "SMALL", 0)
     monkeypatch.setattr(certificates, "WHOLE", 10**9)
+    monkeypatch.setattr(certificates.Certificate, "_is_due", lambda *_: True)
     checked, check = [], certificates.check
 
     def of_parts(observed):
@@ -356,7 +357,7 @@ def flip(x):
     torch.as_strided(x.detach(), (x.numel(),), (1,), x.storage_offset()).numpy().view("int32")[5] ^= 1 << 22
 
 
-@pytest.mark.parametrize(("op", "field"), [("linear", "x"), ("attention", "q"), ("layer_norm", "rstd")])
+@pytest.mark.parametrize(("op", "field"), [("linear", "x"), ("attention", "q"), ("layer_norm", "x")])
 def test_a_flipped_bit_in_a_saved_activation_is_located(op, field, device, monkeypatch):
     """After a forward pass that was checked, in a backward pass whose own check is not due."""
     require(op, "cpu", device, torch.float32)
