@@ -38,6 +38,8 @@ WHOLE = 4
 """One in so many checks of large passes is of all rows, and of the gradients that sum over them."""
 SMALL = 1 << 16
 """Elements of a result below which every check is of all rows."""
+GRACE = 1.0
+"""Seconds that first checks of operations may take in any run, however short."""
 FIRST_CHECK, PER_ELEMENT = 0.02, 1e-7
 """Seconds that the first check of an operation is expected to take, at least, and more for each element."""
 MAX_FINDINGS = 20
@@ -250,15 +252,17 @@ class Certificate:
         leave half of the time to passes without a sample."""
         if self.share >= 1.0:
             return True
-        spent = self.checking + tally.expected
-        if tally.samples:
+        spent, limit = self.checking + tally.expected, CHECKS * self.share * (now - self._began)
+        if tally.samples == 0:
+            limit = max(limit, GRACE)
+        else:
             self._skip -= 1
             if self._skip > 0:
                 return False
             self._skip = self._random.randrange(1, SKIPPED)
             if any(not other.samples for other in self.operations.values()):
                 spent *= 2.0
-        return spent <= CHECKS * self.share * (now - self._began)
+        return spent <= limit
 
     def _look(self, tally: Tally, whole: Observed, backend: str, layer: str, due: bool, is_loss: bool) -> None:
         """Look for values that are not finite, for rounding beyond the budget, and for memory that has changed."""
@@ -404,9 +408,9 @@ def certify(file: str | os.PathLike[str] | None = None, *, share: float = SHARE)
     """Check the operations of this package in a run while it goes on: `with tk.certify() as certificate:`.
 
     Calls of each operation, forward and backward, are recomputed in float64 by the backend "torch" and held against the
-    error budget of this package's tests (docs/numbers.md): one of each as soon as its check takes no more than the
-    share of the time so far, then others at random positions. A run too short for some names them. Of large tensors
-    most checks are of a sixteenth of the rows, or of a linear layer's columns. Calls that "auto" leaves to
+    error budget of this package's tests (docs/numbers.md): the first ones, for a second in all, then operations without
+    a sample and others at random positions, for a share of the time. Operations without a sample are named. Of large
+    tensors most checks are of a sixteenth of the rows, or of a linear layer's columns. Calls that "auto" leaves to
     PyTorch's own function are not checked. Within the block a recorded step (`graphed`) is captured anew; a replay is
     checked as an eager step is, except on a GPU, where a graph runs no Python: there only the eager steps are.
 
@@ -415,7 +419,8 @@ def certify(file: str | os.PathLike[str] | None = None, *, share: float = SHARE)
     Args:
         file: where the certificate is written at the end, as JSON, with the inputs of samples beyond the budget beside
             it; None: it is not written, and those inputs are in a temporary folder.
-        share: of the time, for the certificate; 1.0 checks every call, whatever time that takes.
+        share: of the time, for the certificate after the first second of checks; 1.0 checks every call, whatever time
+            that takes.
 
     Returns:
         a context manager that gives a `Certificate`; print it.
@@ -425,7 +430,7 @@ def certify(file: str | os.PathLike[str] | None = None, *, share: float = SHARE)
         RuntimeError: a certificate is being made already.
 
     Examples:
-        >>> with certify(share=1.0) as certificate:
+        >>> with certify() as certificate:
         ...     y = tk.bias_gelu(torch.randn(64, 32), torch.zeros(32), backend="torch")
         >>> certificate.samples, certificate.beyond
         (1, 0)
