@@ -52,11 +52,14 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).name
     try:
-        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+        text = Path("/proc/cpuinfo").read_text()
     except OSError:
-        found = None
-    name = found.group(1) if found else platform.processor() or "CPU"
+        text = ""
+    described = dict(re.findall(r"^(cpu family|model|model name)\s*:\s*(.+)", text, re.MULTILINE))
+    name = described.get("model name") or platform.processor() or "CPU"
     name = re.sub(r"\((R|TM)\)|\b(CPU|Processor)\b|@.*", " ", name)
+    if not re.search(r"\d", name) and len(described) == 3:  # virtual machines name no model: "AMD EPYC"
+        name += f" {described['cpu family']}-{described['model']}"
     level = "" if cpu.unavailable(device) else f" {cpu.load().instruction_set()},"
     return f"{' '.join(name.split()) or 'CPU'},{level} {torch.get_num_threads()} threads"
 

@@ -99,6 +99,7 @@ def test_wrong_use_is_reported(arguments, message, capsys):
         ("Intel(R) Xeon(R) Platinum 8480C CPU @ 2.00GHz", "intel-xeon-platinum-8480c"),
         ("AMD EPYC 9B14 96-Core Processor", "amd-epyc-9b14-96-core"),
         ("Neoverse-V2", "neoverse-v2"),
+        ("AMD EPYC\ncpu family\t: 26\nmodel\t\t: 2", "amd-epyc-26-2"),
     ],
 )
 def test_a_processor_has_a_folder_of_its_own(model, folder, monkeypatch):
