@@ -39,6 +39,8 @@ from transformer_kernels.patching._torch_calls import (
 PACKAGE = __name__.partition(".")[0]
 FUNCTIONAL = torch.nn.functional.__name__
 CHECKPOINT = torch.utils.checkpoint
+OF_ANY_SIZE: tuple[Handler, ...] = (flex_attention, varlen_attention)
+"""Rerouted even if small: PyTorch's functions have no gradients on CPUs."""
 
 
 class _Block(NamedTuple):
@@ -155,7 +157,7 @@ class Acceleration:
         if caller.startswith(PACKAGE) and caller != __name__:  # an operation calls PyTorch's function
             return original(*args, **kwargs)
         backend = self.backend or get_backend()
-        if backend == "auto" and is_small(operation, args, kwargs):
+        if backend == "auto" and handler not in OF_ANY_SIZE and is_small(operation, args, kwargs):
             self._count(operation, None, FASTER)
             return original(*args, **kwargs)
         try:
