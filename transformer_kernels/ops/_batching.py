@@ -91,11 +91,11 @@ class _Transformed(torch.autograd.Function):
             results = _run(*given, operation, backward)
             found = tuple(x.unflatten(0, (count, -1)) for x in results)
         else:
-            each = (
+            runs = (
                 _run(*(x if dim is None else x.select(dim, i) for x, dim in samples), operation, backward)
                 for i in range(count)
             )
-            found = tuple(torch.stack(parts) for parts in zip(*each, strict=True))
+            found = tuple(torch.stack(parts) for parts in zip(*runs, strict=True))
         return (found if len(found) > 1 else found[0]), 0
 
 
