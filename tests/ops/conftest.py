@@ -10,6 +10,8 @@ import transformer_kernels as tk
 from tests.support import interpreter
 from tests.support.arguments import DTYPES, dtype_id
 from tests.support.parity import backend_fixture, require, tested_operation
+from transformer_kernels.ops.attention import AttentionCall
+from transformer_kernels.ops.attention.packed import PackedAttentionCall
 
 EXECUTED_SLOWLY = ("triton", "cuda")
 """Backends whose kernels are interpreted or emulated where there is no GPU."""
@@ -93,3 +95,14 @@ def long_path(triton_attention, monkeypatch, unplanned):
     monkeypatch.setattr(tiles, "SHORT_QUERIES", 0)
     tile = tiles.Tile(queries=32, keys=32, masked=16, num_warps=4, num_stages=1)
     monkeypatch.setattr(tiles, "find", lambda *_: tile)
+
+
+@pytest.fixture
+def kernels_alone(monkeypatch):
+    """PyTorch's operators do not compute attention."""
+
+    def refused(*_):
+        raise AssertionError("computed by PyTorch's operators")
+
+    for call in (AttentionCall, PackedAttentionCall):
+        monkeypatch.setattr(call, "in_pytorch", refused)

@@ -10,8 +10,6 @@ from torch.func import grad, jacrev, jvp, vjp, vmap
 import transformer_kernels as tk
 from tests.support.parity import require
 from transformer_kernels.ops import _batching
-from transformer_kernels.ops.attention import AttentionCall
-from transformer_kernels.ops.attention.packed import PackedAttentionCall
 
 BACKENDS = pytest.mark.parametrize("backend", ["torch", "cpu"])
 SAMPLES = 3
@@ -21,15 +19,6 @@ SAMPLES = 3
 def small_calls(monkeypatch):
     """Kernels compute calls of any size."""
     monkeypatch.setattr(_batching, "MIN_ELEMENTS", 1)
-
-
-@pytest.fixture
-def kernels_alone(monkeypatch):
-    def refused(*_):
-        raise AssertionError("computed by PyTorch's operators")
-
-    for call in (AttentionCall, PackedAttentionCall):
-        monkeypatch.setattr(call, "in_pytorch", refused)
 
 
 def normal(*shape, seed=0):

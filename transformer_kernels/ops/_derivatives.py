@@ -47,8 +47,8 @@ def split_tangents(values: Sequence[Any]) -> tuple[list[Any], list[Tensor | None
             if are_batched(pair) or (recorded and not stack):  # dual numbers have gradients with a tangent
                 return None
             primals[i], tangent = pair
-            with outside_transform():  # in which it would become a constant of autograd
-                tangents[i] = tangent if tangent is None else tangent.to(value.dtype)  # as PyTorch does not require
+            with outside_transform():  # inside it autograd would record a constant
+                tangents[i] = tangent if tangent is None else tangent.to(value.dtype)  # PyTorch allows other dtypes
     return primals, tangents
 
 
@@ -64,7 +64,7 @@ def join_tangents(outputs: Iterable[Tensor], tangents: Iterable[Tensor]) -> Outp
 
 
 def is_reverse_once() -> bool:
-    """Whether the transforms of torch.func that are active are vmap and reverse mode, the latter once, alone."""
+    """Whether the active transforms of torch.func are vmap, at any depth, and at most one reverse mode."""
     kinds = torch._C._functorch.TransformType
     keys = [interpreter.key() for interpreter in torch._C._functorch.get_interpreter_stack() or ()]
     reverse = keys.count(kinds.Grad)

@@ -59,9 +59,9 @@ class Call:
         return None
 
     def folded(self) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-        """The fields along whose first axis, the batch or the rows, vmap's samples may lie one after the other, because
-        each of its indices is computed alone; and those in which this axis may also be 1. None: PyTorch's operators
-        compute the call under transforms of torch.func."""
+        """(fields, broadcast fields) whose first axis, the batch or the rows, can hold the samples of vmap: each index
+        of it is computed independently. In broadcast fields it may be 1. None: PyTorch's operators compute the call
+        under transforms of torch.func."""
         return None
 
     def is_empty(self) -> bool:

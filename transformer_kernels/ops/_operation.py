@@ -404,7 +404,7 @@ class Operation:
         )
 
     def run_forward(self, *arguments: Any) -> Any:
-        """What the operator returns."""
+        """The outputs of the registered operator."""
         if self.call.check_when_run is not None:
             self.call.check_when_run(self.nested(arguments[:-1]))
         outputs = self.compute(*arguments)
@@ -450,17 +450,11 @@ class Operation:
             return *flat, backend
         tensors = self.public + len(self.kept_call)
         results = values[tensors : tensors + len(self.kept_results)]
-        return (
-            *values[: self.public],
-            *self._saved_tensors(flat),
-            *results,
-            *self._saved_numbers(flat),
-            values[-1],
-            backend,
-        )
+        kept = *self._saved_tensors(flat), *results, *self._saved_numbers(flat)
+        return *values[: self.public], *kept, values[-1], backend
 
     def call_of(self, backward: bool, arguments: Sequence[Any]) -> Any:
-        """The call of the arguments of an operator; for backward without what is not kept."""
+        """The call from the arguments of an operator; for backward only the kept fields are set."""
         if not backward:
             return self.nested(arguments[:-1])
         results = self.public + len(self.kept_call) + len(self.kept_results)
@@ -504,7 +498,7 @@ class Operation:
         return gradients if len(gradients) > 1 else gradients[0]
 
     def setup_context(self, ctx: Any, inputs: Sequence[Any], output: Any) -> None:
-        """Save what the backward pass of an operator reads."""
+        """Save the tensors and numbers that the operator's backward pass reads."""
         *call, ctx.backend = inputs
         saved, ctx.numbers = self.saved(self.nested(call))
         ctx.save_for_backward(*saved, *self.saved_results(output if self.result else (output,)))
@@ -513,7 +507,7 @@ class Operation:
             ctx.mark_non_differentiable(*output[self.public :])
 
     def gradient(self, ctx: Any, *grads: Tensor | None, by: Callable[..., Any] | None = None) -> Any:
-        """The gradients of the arguments of the operator, by that of its gradient or by a function in its position."""
+        """Gradients of the operator's arguments, by its registered backward operator or by the function `by`."""
         if all(grad is None for grad in grads[: self.public]):
             return (None,) * (len(self.fields) + 1)
         wanted = [ctx.needs_input_grad[i] for i in self.differentiable]

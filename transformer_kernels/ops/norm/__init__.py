@@ -104,8 +104,8 @@ class NormCall(NamedTuple):
 def normed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool) -> Tensor:
     """The norm of rows in float32 or wider, by differentiable operators.
 
-    PyTorch's layer_norm is one in reverse mode only: its derivative in forward mode is a constant for autograd (torch
-    2.13).
+    PyTorch's layer_norm is used under vmap and one reverse mode only: autograd takes its forward-mode derivative for a
+    constant (torch 2.13).
     """
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     if centred and functorch_is_active() and not is_compiling() and is_reverse_once():

@@ -55,7 +55,7 @@ class Packing(NamedTuple):
 
 
 def packing(mask: Any, x: Tensor, axes: Axes) -> Packing:
-    """From the mask of an attention, and values of all tokens."""
+    """The packing of a batch, from the mask of an attention and a value of all tokens."""
     real = _real(mask, *(x.shape[axis] for axis in axes))
     return Packing(real, None if real is None else RealTokens.of(real, x.shape[-1]))
 
@@ -78,12 +78,13 @@ def _real(mask: Any, batch: int, length: int) -> Tensor | None:
     return visible[:, 0, 0].expand(batch, length)
 
 
-def hidden_keys(padding: Tensor) -> Tensor:
+def padding_as_mask(padding: Tensor) -> Tensor:
     """The padding (B, S) of torch.nn.MultiheadAttention as a mask of scaled_dot_product_attention."""
     return (~padding if padding.dtype is torch.bool else padding)[:, None, None]
 
 
 def known(mask: Known, given: Packing) -> Known:
+    """The bounds of packed sequences in place of a mask."""
     return mask if given.tokens is None else Known(None, (), True, bounds=given.bounds)
 
 
@@ -245,7 +246,7 @@ class Unpadding:
 
     def _readable(self, call: Callable[..., fx.Node]) -> fx.Node:
         joined = _is_joined(self.attentions[0])
-        return call(hidden_keys, (self.mask,)) if joined else self.mask
+        return call(padding_as_mask, (self.mask,)) if joined else self.mask
 
     def _adapt(self, node: fx.Node, given: fx.Node, call: Callable[..., fx.Node]) -> None:
         """Let a node compute as many tokens as it is given."""
