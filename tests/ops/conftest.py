@@ -1,5 +1,7 @@
 """Each test of an operation runs in every backend and dtype that can run here."""
 
+import itertools
+import random
 import zlib
 from collections import Counter
 
@@ -9,6 +11,7 @@ import torch
 import transformer_kernels as tk
 from tests.support import interpreter
 from tests.support.arguments import DTYPES, dtype_id
+from tests.support.day import EVERY, day
 from tests.support.parity import backend_fixture, require, tested_operation
 from transformer_kernels.ops.attention import AttentionCall
 from transformer_kernels.ops.attention.packed import PackedAttentionCall
@@ -17,6 +20,8 @@ EXECUTED_SLOWLY = ("triton", "cuda")
 """Backends whose kernels are interpreted or emulated where there is no GPU."""
 CASES_IN_ONE_DTYPE = 8
 """Number of cases per test that always run in them."""
+PARTS = min(4, EVERY)
+"""Into which TRANSFORMER_KERNELS_GATES_EVERY divides the other cases."""
 
 
 @pytest.hookimpl(tryfirst=True)  # in the order of the files
@@ -25,9 +30,12 @@ def pytest_collection_modifyitems(items):
 
     The dtype alternates between cases, so that the quick suite covers every case and every dtype of a grid (the
     interpreter has no bfloat16 products). After the eighth case of a test, every second one runs in the gates only.
+    Where the gates are thinned, a part of these cases has its turn on each day.
     """
     if torch.cuda.is_available():
         return
+    other_day = pytest.mark.skip(reason=f"one part in {PARTS} of these cases runs on a day")
+    turn, others = random.Random(day()).randrange(PARTS), itertools.count()
     cases: dict[tuple[str, str], int] = {}
     counts: Counter[tuple[str, str]] = Counter()
     for item in items:
@@ -46,6 +54,8 @@ def pytest_collection_modifyitems(items):
         executed = executed[1:] if "::test_float32_" in function else executed  # of parameters beside a 16-bit x
         if executed[(number // 2 if beyond else number) % len(executed)] is not dtype or (beyond and number % 2):
             item.add_marker(pytest.mark.slow)
+            if next(others) % PARTS != turn:
+                item.add_marker(other_day)
 
 
 backend = backend_fixture(*tk.BACKENDS)
