@@ -24,6 +24,9 @@ OPAQUE = Expr("opaque", ())
 RANDOM = ("opaque", "dropout", "sdpa", "mha")
 """Operations that may have another result for the same arguments."""
 
+NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+"""Values of nodes that compute with sizes, whose operators have the names of tensors' operators."""
+
 REACH = 3
 """How many nodes an expression may look through."""
 
@@ -163,7 +166,7 @@ class Canonical:
     def _expression(self, node: fx.Node) -> Expr:
         name = name_of(node)
         rule = self._rules.get(name) if name is not None else None
-        if rule is None or not (node.args or node.kwargs):
+        if rule is None or not (node.args or node.kwargs) or isinstance(fake(node), NUMBERS):
             return OPAQUE
         parameters = rule[0]
         if node.op == "call_function" and node.target in self._overrides:

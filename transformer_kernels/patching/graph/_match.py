@@ -104,6 +104,8 @@ class Matcher:
             for alternative in term.terms:
                 yield from self._match(alternative, value, state)
         elif isinstance(term, As):
+            while (expression := self.canonical.of(value)).op == "id":
+                value, state = expression.args[0], state.enter(value)
             if (bound := state.bind(term.name, value)) is not None:
                 yield from self._match(term.term, value, bound)
         elif isinstance(term, Input):
