@@ -155,6 +155,18 @@ class Prepared(NamedTuple):
     values: tuple[Any, ...]
 
 
+class Applied(NamedTuple):
+    """An argument that an elementwise function computes where the match was; it has the shape of the first value.
+
+    Args:
+        function: torch's.
+        values: nodes.
+    """
+
+    function: Any
+    values: tuple[Any, ...]
+
+
 class Replacement(NamedTuple):
     """The call that replaces a match.
 

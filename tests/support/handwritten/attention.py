@@ -75,6 +75,19 @@ AFTER: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+FACTORS: dict[str, Callable[..., Tensor]] = {
+    "no": lambda s, temperature, head_scale: s,
+    "temperature": lambda s, temperature, head_scale: s * temperature,
+    "exp, reversed": lambda s, temperature, head_scale: temperature.exp() * s,
+    "divided": lambda s, temperature, head_scale: s / temperature,
+    "of heads": lambda s, temperature, head_scale: s * head_scale,
+    "of heads, clamped": lambda s, temperature, head_scale: head_scale[0].clamp(max=0.5).exp() * s,
+    "of heads, divided": lambda s, temperature, head_scale: s / head_scale.exp(),
+    "both": lambda s, temperature, head_scale: s * head_scale / temperature,
+}
+"""Learned factors of the scores."""
+
+
 def _filled(s: Tensor, hidden: Tensor) -> Tensor:
     s.masked_fill_(hidden, -math.inf)
     return s
@@ -172,6 +185,7 @@ def spelled(
     product: str,
     before: str,
     after: str,
+    factor: str,
     mask: str,
     softmax: str,
     dropout: str,
@@ -182,12 +196,23 @@ def spelled(
 ) -> Callable[..., Any]:
     """Attention of q, k and v in this spelling."""
 
-    def attention(q: Tensor, k: Tensor, v: Tensor, other: Tensor, pad: Tensor, causal: Tensor, mask: Tensor) -> Any:
+    def attention(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        other: Tensor,
+        pad: Tensor,
+        causal: Tensor,
+        mask: Tensor,
+        temperature: Tensor,
+        head_scale: Tensor,
+    ) -> Any:
         if keys != "own":
             q, k, v = torch.cat((q, other), 1), KEYS[keys](k), KEYS[keys](v)
         q, k = BEFORE[before](q, k) if before != "no" else (q, k)
         s = PRODUCTS[product](q, k)
         s = AFTER[after](s, k) if after != "no" else s
+        s = FACTORS[factor](s, temperature, head_scale if keys == "own" else torch.cat((head_scale, head_scale), 1))
         s = hide(s, pad, causal, mask)
         w = AFTERWARDS[dropout](SOFTMAX[softmax](s))
         return OBSERVED[observed](MERGED[merged](VALUES[values](w, v)), s, w)
@@ -202,6 +227,7 @@ ATTENTION = Family(
         "product": list(PRODUCTS),
         "before": ["no", *BEFORE],
         "after": [*AFTER, "no"],
+        "factor": list(FACTORS),
         "mask": list(MASKS),
         "softmax": list(SOFTMAX),
         "dropout": list(AFTERWARDS),

@@ -89,18 +89,52 @@ def filled_before_a_small_scale(q, k, v, mask):
 
 
 @trap
-def learned_temperature(q, k, v, temperature):
+def factor_after_a_mask(q, k, v, mask, temperature):
+    return torch.softmax((q @ k.mT * SCALE).masked_fill(mask, -30.0) * temperature, -1) @ v
+
+
+@trap
+def factor_after_a_bias(q, k, v, score_bias, head_scale):
+    return torch.softmax((q @ k.mT * SCALE + score_bias) * head_scale, -1) @ v
+
+
+@trap
+def factor_of_keys(q, k, v, positions):
+    return torch.softmax(q @ k.mT * positions[:, 0], -1) @ v
+
+
+@trap
+def factor_of_queries(q, k, v, columns):
+    return torch.softmax(q @ k.mT * columns, -1) @ v
+
+
+@trap
+def factor_of_scores(q, k, v, score_bias):
+    return torch.softmax(q @ k.mT * score_bias, -1) @ v
+
+
+@trap
+def factor_adds_heads(q, k, v, head_scale):
+    return (torch.softmax(q[:, :1] @ k[:, :1].mT * head_scale, -1) @ v).sum(1)
+
+
+@trap
+def factor_without_gradients(q, k, v, temperature):
+    with torch.no_grad():
+        q = q * SCALE
     return torch.softmax(q @ k.mT * temperature, -1) @ v
 
 
 @trap
-def learned_scale_of_heads(q, k, v, head_scale):
-    return torch.softmax(q @ k.mT * head_scale, -1) @ v
+def factor_is_written_later_no_grad(q, k, v, temperature):
+    out = torch.softmax(q @ k.mT * temperature, -1) @ v
+    return out, temperature.mul_(2.0)
 
 
 @trap
-def temperature_divides(q, k, v, temperature):
-    return torch.softmax(q @ k.mT / temperature.exp(), -1) @ v
+def factor_is_scores(q, k, v):
+    s = q @ k.mT
+    return torch.softmax(s * s.detach(), -1) @ v
 
 
 @trap

@@ -1,7 +1,7 @@
 """Attention as it is written by hand: dropout(softmax(steps(scale * q k^T))) v.
 
-A step is a scale, a mask that fills or is added, a bias, or a softcap. They are described in order; the kernel depends
-on the values of the masks, which are read when the graph runs (`Masks`).
+A step is a scale, a factor such as a learned temperature, a mask that fills or is added, or a bias. They are described
+in order; the kernel depends on the values of the masks, which are read when the graph runs (`Masks`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from transformer_kernels.ops._crossovers import prefers_torch
 from transformer_kernels.ops._operation import is_traced
 from transformer_kernels.ops._pattern import (
     HOLE,
+    Applied,
     Call,
     Input,
     Match,
@@ -60,6 +61,8 @@ SCORES = Steps(
     PRODUCT,
     {
         "scale": HOLE * Number("by", least=1e-30),
+        "times": HOLE * Input("factor"),
+        "over": HOLE / Input("factor"),
         "fill": Call("masked_fill", HOLE, Option("mask"), Number("value")),
         "bias": HOLE + Option("bias"),
         "view": Call("batch_view", HOLE, Option("viewed")),
@@ -68,6 +71,10 @@ SCORES = Steps(
 WEIGHTS = maybe(lambda w: Call("dropout", w, Number("p", symbolic=True)), Call("softmax", SCORES))
 CONTEXT = Call("matmul", maybe(lambda w: Call("batch_view", w, Option("weights")), WEIGHTS), grouped("v"))
 ATTENTION = CONTEXT | Call("permute", CONTEXT, Option("axes"))
+
+
+FACTORS: dict[str, Any] = {"times": torch.mul, "over": torch.div}
+"""Steps that are applied to the queries instead of the scores."""
 
 
 class Step(NamedTuple):
@@ -260,7 +267,7 @@ def _replace(match: Match) -> Replacement | str:
     read = _steps(match)
     if isinstance(read, str):
         return read
-    steps, masks, heads = read
+    steps, masks, heads, queries = read
     fill = max((step.number for step in steps if step.kind == "fill"), default=-math.inf)
     if fill > LARGE and any(step.kind == "bias" for step in steps):
         return f"scores are filled with {fill} beside a bias"
@@ -269,21 +276,30 @@ def _replace(match: Match) -> Replacement | str:
     small = match.is_auto and not match.trains and q.is_cpu
     small = small and prefers_torch("attention", elements, q.dtype.itemsize, recorded=False)
     fused = Fused(tuple(steps), scale, match.dtype, small, fill, heads)
-    values: tuple[Any, ...] = (bound["q"], bound["kt"], bound["v"], bound.get("p", 0.0))
+    values: tuple[Any, ...] = (queries, bound["kt"], bound["v"], bound.get("p", 0.0))
     if masks:
         values += (Prepared(Masks(tuple(steps), 4 if heads else q.dim(), v.dtype), tuple(masks)),)
     return Replacement(fused, values, permuted=bound.get("axes"))
 
 
-def _steps(match: Match) -> tuple[list[Step], list[Any], int | None] | str:
-    """The steps, innermost first, their masks, and the heads into which masks split the products' first axis."""
+def _steps(match: Match) -> tuple[list[Step], list[Any], int | None, Any] | str:
+    """The steps, innermost first, their masks, the heads into which masks split the first axis, and the queries."""
     bound, q, kt = match.bound, match.fake("q"), match.fake("kt")
+    queries = bound["q"]
     shape: tuple[Any, ...] = (*q.shape[:-1], kt.shape[-1])
     steps, masks, axes = [Step("scale", bound.get("q_scale", 1.0) * bound.get("k_scale", 1.0))], list[Any](), set[Any]()
     heads: int | None = None
     for kind, given in reversed(bound["steps"]):
         if kind == "view":
             shape = tuple(match.shape(given["viewed"]).shape)
+            continue
+        if kind in FACTORS:
+            factor = match.shape(given["factor"])
+            if masks or len(shape) != q.dim():
+                return "a factor follows a mask or a view"
+            if factor.dim() and (reason := _unfit(factor, (*q.shape[:-1], 1))) is not None:
+                return reason.replace("mask", "factor")
+            queries = Applied(FACTORS[kind], (queries, given["factor"]))
             continue
         number = given.get("by", given.get("value", 1.0))
         if kind == "fill" and number > SMALL_FILL:
@@ -298,7 +314,7 @@ def _steps(match: Match) -> tuple[list[Step], list[Any], int | None] | str:
         heads = shape[1] if len(shape) == 4 and q.dim() == 3 else heads
     if not axes <= {None, 4 if heads is not None else q.dim()} or not isinstance(heads, (int, type(None))):
         return "masks are applied to scores of several shapes"
-    return steps, masks, heads
+    return steps, masks, heads, queries
 
 
 def _unfit(mask: Any, scores: tuple[Any, ...]) -> str | None:
