@@ -372,6 +372,39 @@ class Block(nn.Module):
         return checkpoint(self.body, x, use_reentrant=False) if self.checkpointed else self.body(x)
 
 
+def test_arithmetic_of_sizes_is_not_arithmetic_of_tensors():
+    def windows(x):
+        parts = x.view(-1, 2, 4, 16)
+        batch = int(parts.shape[0] / (8 / 4) * 2) // 2
+        return parts.view(2 * batch, 8, 16) + 1.0 / x.shape[0]
+
+    compiled = tk.compile(windows, fullgraph=True)
+    for batch in (2, 4, 6):
+        torch.testing.assert_close(compiled(sample(batch, 8, 16)), windows(sample(batch, 8, 16)))
+
+
+def test_a_norm_that_casts_its_input_takes_in_the_sum_before_it():
+    def residual(x, branch):
+        stream = x + branch
+        normed = F.layer_norm(stream.to(torch.float64), (16,), WEIGHT, BIAS).type(x.dtype)
+        return stream + normed.sin()
+
+    compiled = tk.compile(residual, backend="torch", fullgraph=True)
+    assert_same(residual, compiled, sample(2, 8, 16), sample(2, 8, 16, seed=1))
+    assert compiled.report().matched == {"add_layer_norm": 1}
+
+
+def test_norms_without_parameters_share_one_weight():
+    def modulated(x, scale, shift):
+        for _ in range(2):
+            x = x + (F.layer_norm(x, (16,), None, None, 1e-6) * (1 + scale[:, None]) + shift[:, None])
+        return F.layer_norm(x, (16,))
+
+    compiled = tk.compile(modulated, backend="torch", fullgraph=True)
+    assert_same(modulated, compiled, sample(2, 8, 16), sample(2, 16, seed=1), sample(2, 16, seed=2))
+    assert compiled.report().matched == {"layer_norm": 1, "add_layer_norm": 2}
+
+
 def test_checkpointing_recomputes():
     torch.manual_seed(0)
     model = Block(0.2, True).double()

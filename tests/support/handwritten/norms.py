@@ -105,9 +105,7 @@ LAYER_NORM = Family(
     spelled_layer_norm,
     lambda choices: frozenset(
         {"norm"}
-        if choices["observed"] in ("nothing", "input returned")
-        and choices["variance"] != "mean of squares"
-        and choices["scaled"] != "nothing"
+        if choices["observed"] in ("nothing", "input returned") and choices["variance"] != "mean of squares"
         else ()
     ),
 )
@@ -132,6 +130,7 @@ RMS_SCALED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "weight * n": lambda n, weight: weight * n,
     "(1 + weight)": lambda n, weight: n * (1 + weight),
     "mul": lambda n, weight: torch.mul(weight, n),
+    "nothing": lambda n, weight: n,
 }
 RMS_BEFORE_ROOT: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "weight * x / root": lambda x, root, weight: weight * x / root,

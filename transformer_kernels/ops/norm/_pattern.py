@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from transformer_kernels.ops._pattern import (
     Number,
     Option,
     Pattern,
+    Prepared,
     Replacement,
     is_faster,
     maybe,
@@ -65,6 +66,22 @@ def rms_norm_as(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, backe
     return norm.rms_norm(x.to(dtype), weight, eps=eps, backend=backend)
 
 
+class Ones(NamedTuple):
+    """The weight (D,) of a norm without one."""
+
+    width: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def __call__(self) -> Tensor:
+        return torch.ones(self.width, dtype=self.dtype, device=self.device)
+
+
+def _weight(match: Match, x: str = "x") -> Any:
+    rows, weight = match.fake(x), match.bound.get("weight")
+    return Prepared(Ones(rows.shape[-1], rows.dtype, rows.device), ()) if weight is None else weight
+
+
 def _unfit(match: Match, *names: str) -> str | None:
     """Why the vectors do not fit the rows."""
     x = match.fake("x")
@@ -84,8 +101,8 @@ def _wanted(match: Match, *names: str) -> torch.dtype | str:
     """The dtype to compute in, or why the norm is left alone."""
     if (reason := _unfit(match, *names)) is not None:
         return reason
-    if match.bound.get("weight") is None:
-        return "it has no weight"
+    if not isinstance(match.fake("x").shape[-1], int):
+        return "the number of its columns is a symbol"
     dtype = result_dtype(match, "x")
     if dtype is None:
         return "its dtype has no kernel"
@@ -96,29 +113,20 @@ def _layer_norm(match: Match) -> Replacement | str:
     bound = match.bound
     if isinstance(dtype := _wanted(match, "weight", "bias"), str):
         return dtype
-    x, weight, bias, eps = values = (bound["x"], bound["weight"], bound.get("bias"), bound["eps"])
+    x, weight, bias, eps = values = (bound["x"], bound.get("weight"), bound.get("bias"), bound["eps"])
     if dtype is not match.fake("x").dtype:
-        return Replacement(layer_norm_as, (*values, dtype))
+        return Replacement(layer_norm_as, (x, _weight(match), bias, eps, dtype))
     expression = ("layer_norm", *values)
     if is_faster(match, "layer_norm", match.fake("x")):
-        return Replacement(norm.layer_norm, (x, weight, bias), {"eps": eps}, expression)
-    return Replacement(torch.layer_norm, (x, list(match.fake("weight").shape), weight, bias, eps), {}, expression)
+        return Replacement(norm.layer_norm, (x, _weight(match), bias), {"eps": eps}, expression)
+    return Replacement(torch.layer_norm, (x, [match.fake("x").shape[-1]], weight, bias, eps), {}, expression)
 
 
 def _layer_norm_call(match: Match) -> Replacement | str:
     return _layer_norm(match) if is_faster(match, "layer_norm", match.fake("x")) else SMALL
 
 
-def rms_norm_unweighted(x: Tensor, eps: float, backend: str | None = None) -> Tensor:
-    return norm.rms_norm(x, x.new_ones(x.shape[-1]), eps=eps, backend=backend)
-
-
 def _rms_norm_call(match: Match) -> Replacement | str:
-    x = match.fake("x")
-    if match.bound["weight"] is None and x.dtype is match.dtype is torch.float32 and isinstance(x.shape[-1], int):
-        if not is_faster(match, "rms_norm", x):
-            return SMALL
-        return Replacement(rms_norm_unweighted, (match.bound["x"], match.bound["eps"]))
     return _rms_norm(match) if is_faster(match, "rms_norm", match.fake("x")) else SMALL
 
 
@@ -126,10 +134,10 @@ def _rms_norm(match: Match) -> Replacement | str:
     bound = match.bound
     if isinstance(dtype := _wanted(match, "weight"), str):
         return dtype
-    values = (bound["x"], bound["weight"], bound["eps"])
+    x, eps = bound["x"], bound["eps"]
     if dtype is not match.fake("x").dtype:
-        return Replacement(rms_norm_as, (*values, dtype))
-    return Replacement(norm.rms_norm, values[:2], {"eps": values[2]}, ("rms_norm", *values))
+        return Replacement(rms_norm_as, (x, _weight(match), eps, dtype))
+    return Replacement(norm.rms_norm, (x, _weight(match)), {"eps": eps}, ("rms_norm", x, bound.get("weight"), eps))
 
 
 def _std_norm(match: Match) -> Replacement | str:
@@ -150,8 +158,8 @@ def _residual(match: Match, name: str) -> str | None:
         return "the dtypes differ"
     if not all(str(x.shape) == str(summed.shape) for x in (branch, residual)):
         return "a summand broadcasts"
-    if bound.get("weight") is None:
-        return "it has no weight"
+    if not isinstance(summed.shape[-1], int):
+        return "the number of its columns is a symbol"
     dropped = "p" in bound and match.size(*summed.shape) >= MIN_DROPPED
     return None if dropped or is_faster(match, name, summed) else SMALL
 
@@ -159,18 +167,19 @@ def _residual(match: Match, name: str) -> str | None:
 def _add_layer_norm(match: Match) -> Replacement | str:
     if (reason := _residual(match, "add_layer_norm")) is not None:
         return reason
-    return _added(match, norm.add_layer_norm, "branch", "residual", "weight", "bias")
+    return _added(match, norm.add_layer_norm, match.bound["bias"])
 
 
 def _add_rms_norm(match: Match) -> Replacement | str:
     if (reason := _residual(match, "add_rms_norm")) is not None:
         return reason
-    return _added(match, norm.add_rms_norm, "branch", "residual", "weight")
+    return _added(match, norm.add_rms_norm)
 
 
-def _added(match: Match, function: Any, *names: str) -> Replacement:
-    options = {"eps": match.bound["eps"], "dropout_p": match.bound.get("p", 0.0)}
-    return Replacement(function, tuple(match.bound[name] for name in names), options)
+def _added(match: Match, function: Any, *bias: Any) -> Replacement:
+    bound = match.bound
+    options = {"eps": bound["eps"], "dropout_p": bound.get("p", 0.0)}
+    return Replacement(function, (bound["branch"], bound["residual"], _weight(match, "summed"), *bias), options)
 
 
 PATTERNS: tuple[Any, ...] = (

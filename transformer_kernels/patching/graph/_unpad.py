@@ -18,7 +18,7 @@ from transformer_kernels.ops._foreign import foreign
 from transformer_kernels.ops._operation import is_traced
 from transformer_kernels.ops.attention._pattern import LARGE, Fused, Known
 from transformer_kernels.ops.norm._by_std import std_norm
-from transformer_kernels.ops.norm._pattern import layer_norm_as, rms_norm_as, rms_norm_unweighted
+from transformer_kernels.ops.norm._pattern import layer_norm_as, rms_norm_as
 from transformer_kernels.patching._products import by_columns, faster_linear
 from transformer_kernels.patching._real_tokens import RealTokens, zeroed
 from transformer_kernels.patching.graph import _calls
@@ -36,7 +36,7 @@ BY_ROWS = frozenset(("linear", "layer_norm", "rms_norm", "softmax"))
 OURS_POINTWISE = frozenset((ops.gelu, ops.swiglu, ops.geglu, _calls.dropout))
 OURS_BY_ROWS = frozenset((
     ops.linear, ops.layer_norm, ops.rms_norm, ops.add_layer_norm, ops.add_rms_norm, faster_linear, by_columns, std_norm,
-    layer_norm_as, rms_norm_as, rms_norm_unweighted, _calls.autocast_linear, _calls.linear_by_columns,
+    layer_norm_as, rms_norm_as, _calls.autocast_linear, _calls.linear_by_columns,
 ))  # fmt: skip
 """Operators of each element, and of the last axis and parameters of at most two axes."""
 
