@@ -27,11 +27,12 @@ from transformer_kernels.ops._kernels import Grads, Kernels, Wanted
 from transformer_kernels.ops._operation import saved_hooks
 from transformer_kernels.verification.budget import Errors
 from transformer_kernels.verification.layers import Layers
+from transformer_kernels.verification.memory import BetweenSteps, sum_of_bits
 from transformer_kernels.verification.nonfinite import NonFinite, first_non_finite
 from transformer_kernels.verification.recompute import PARTS, Checked, Observed, check, non_finite_row
 
-SHARE, CHECKS = 0.03, 0.75
-"""Of the time, for a certificate; of that, for checks: the rest is for counting the passes."""
+SHARE, CHECKS, BETWEEN_STEPS = 0.03, 0.75, 0.1
+"""Of the time, for a certificate; of that, for checks, and for memory between steps: the rest is for counting."""
 SKIPPED = 64
 """At most so many calls pass before the next one that may be checked: its position in a step is random."""
 WHOLE = 4
@@ -64,9 +65,10 @@ class Finding:
     Attributes:
         operation, backend, direction, layer: where.
         what: the output or the gradient. shape: of it.
-        share: of the budget; infinite for a result that is not finite where PyTorch's is.
+        share: of the budget; infinite for a result that is not finite where PyTorch's is, and for changed memory.
         error, limit: the largest error, and the budget of it.
-        file: its inputs and outputs, for `transformer-kernels verify-device --sample FILE`.
+        file: its inputs and outputs, for `transformer-kernels verify-device --sample FILE`; "" for an optimizer, which
+            is named as the operation, with the direction "step".
     """
 
     operation: str
@@ -82,6 +84,8 @@ class Finding:
 
     def __str__(self) -> str:
         where = f" in {self.layer}" if self.layer else ""
+        if not self.file:
+            return f"{self.operation}{where}: {self.what} {self.shape}"
         return (
             f"{self.operation} ({self.backend}), {self.direction}{where}: {self.what} {self.shape}: {self.share:.3g} of"
             f" the budget; replay: transformer-kernels verify-device --sample {self.file}"
@@ -117,6 +121,7 @@ class Certificate:
         self._random, self._skip = random.Random(0), 0
         self._layers, self._began, self._was_forward = Layers(), 0.0, True
         self._memory: dict[tuple[int, int], tuple[int, int]] = {}  # by address and size: version and sum of bits
+        self._between = BetweenSteps(self._changed, 1.0 if self.share >= 1.0 else BETWEEN_STEPS * self.share)
 
     @property
     def samples(self) -> int:
@@ -277,17 +282,27 @@ class Certificate:
                 checked = check(whole)  # the budget is that of a whole tensor, whose largest elements a part may lack
             found += checked  # memory that has changed is the reason of wrong gradients
         for name, errors, share in found:
-            tally.samples += 1
-            tally.largest_share = max(tally.largest_share, share)
-            self.layers[layer] += 1
-            if not share <= 1.0:
-                self.beyond += 1
-                if len(self.findings) < MAX_FINDINGS:
-                    shape = next((tuple(x.shape) for field, x, _ in whole.named() if field == name), ())
-                    file = self._saved(whole, backend)
-                    where = whole.operation.name, backend, whole.direction, layer
-                    finding = Finding(*where, name, shape, share, errors.error, errors.budget, file)
-                    self.findings.append(finding)
+            self._count(tally, layer, share)
+            if not share <= 1.0 and len(self.findings) < MAX_FINDINGS:
+                shape = next((tuple(x.shape) for field, x, _ in whole.checked() if field == name), ())
+                file = self._saved(whole, backend)
+                where = whole.operation.name, backend, whole.direction, layer
+                self.findings.append(Finding(*where, name, shape, share, errors.error, errors.budget, file))
+
+    def _count(self, tally: Tally, layer: str, share: float) -> None:
+        tally.samples += 1
+        tally.largest_share = max(tally.largest_share, share)
+        self.layers[layer] += 1
+        self.beyond += not share <= 1.0
+
+    def _changed(self, optimizer: torch.optim.Optimizer, parameter: Tensor, state: str) -> None:
+        """Report a weight, or an optimizer's state for it, that has changed between two steps."""
+        layer, _, weight = self._layers.path_of(parameter).rpartition(".")
+        name = type(optimizer).__name__
+        self._count(self.operations.setdefault(f"{name} step", Tally()), layer, torch.inf)
+        if len(self.findings) < MAX_FINDINGS:
+            what = f"{f'{state} of ' if state else ''}{weight} changed in memory between two steps"
+            self.findings.append(Finding(name, "", "step", layer, what, tuple(parameter.shape), torch.inf, 0.0, 0.0, ""))
 
     def _compare_memory(self, observed: Observed, due: bool) -> list[Checked]:
         """What this backward pass reads and what has changed, without an operator's writing to it, since a forward pass
@@ -298,8 +313,8 @@ class Certificate:
             before = self._memory.pop(address, None)
             if observed.direction == "forward":
                 if due and not observed.copied:
-                    self._memory[address] = x._version, _sum_of_bits(x)
-            elif before is not None and before[0] == x._version and before[1] != _sum_of_bits(x):
+                    self._memory[address] = x._version, sum_of_bits(x)
+            elif before is not None and before[0] == x._version and before[1] != sum_of_bits(x):
                 changed.append(Checked(f"{name} changed in memory after forward", NO_ERRORS, torch.inf))
         return changed
 
@@ -410,7 +425,8 @@ def certify(file: str | os.PathLike[str] | None = None, *, share: float = SHARE)
     Calls of each operation, forward and backward, are recomputed in float64 by the backend "torch" and held against the
     error budget of this package's tests (docs/numbers.md): the first ones, for a second in all, then operations without
     a sample and others at random positions, for a share of the time. Operations without a sample are named. Of large
-    tensors most checks are of a sixteenth of the rows, or of a linear layer's columns. Calls that "auto" leaves to
+    tensors most checks are of a sixteenth of the rows, or of a linear layer's columns. Between two steps of an
+    optimizer, bits of some weights and of its state are summed: one that changes without a write is named. Calls that "auto" leaves to
     PyTorch's own function are not checked. Within the block a recorded step (`graphed`) is captured anew; a replay is
     checked as an eager step is, except on a GPU, where a graph runs no Python: there only the eager steps are.
 
@@ -447,11 +463,12 @@ def certify(file: str | os.PathLike[str] | None = None, *, share: float = SHARE)
     certificate._began = time.perf_counter()
     dispatch.observe(certificate.watched)
     try:
-        with certificate._layers:
+        with certificate._layers, certificate._between:
             yield certificate
     finally:
         dispatch.observe(None)
         certificate.seconds = time.perf_counter() - certificate._began
+        certificate.checking += certificate._between.seconds
         if certificate.file is not None:
             certificate.file.write_text(json.dumps(certificate.record(), indent=1) + "\n", "utf-8")
 
@@ -491,11 +508,6 @@ def _replayed(values: dict[str, Any]) -> tuple[Observed, Observed]:
     shaped = operation._with_shapes(call, result)
     kernels = dispatch.select(operation, values["backend"], shaped).of(shaped)
     return stored, stored._replace(gradients=kernels.backward(call, result, grads, wanted))
-
-
-def _sum_of_bits(x: Tensor) -> int:
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
-    return int(x.detach().view(words).sum(dtype=torch.int64))
 
 
 def _processor() -> str:

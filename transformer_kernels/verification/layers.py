@@ -7,10 +7,12 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
 MAX_MARKS = 100_000
+COMPILED = "_orig_mod."
+"""What torch.compile puts before the paths in a module."""
 
 _sequence_number = torch._C._autograd._get_sequence_nr
 _current_node = torch._C._current_autograd_node
@@ -45,7 +47,16 @@ class Layers:
     def name(self, model: nn.Module) -> None:
         """Name the modules of a model by their paths in it, also where one of them is called alone."""
         self._model = model  # alive, so that its ids are
-        self._named |= {id(module): path for path, module in model.named_modules() if path}
+        self._named |= {id(module): path.replace(COMPILED, "") for path, module in model.named_modules() if path}
+
+    def path_of(self, parameter: Tensor) -> str:
+        """The path of a parameter in the named model, or in a module that has been called; its shape if it has none."""
+        named = [self._model] if self._named else []
+        for model in (*named, *self._known):
+            for path, found in model.named_parameters():
+                if found is parameter:
+                    return path.replace(COMPILED, "")
+        return f"a tensor of {tuple(parameter.shape)}"
 
     def current(self) -> tuple[str, bool]:
         """The path of the module, "" where none runs, and whether this is the backward pass."""
@@ -61,7 +72,8 @@ class Layers:
         if not self._running:
             if module not in self._known:
                 name = type(module).__name__
-                self._known[module] = {id(layer): path or name for path, layer in module.named_modules()}
+                paths = ((id(layer), path.replace(COMPILED, "")) for path, layer in module.named_modules())
+                self._known[module] = {key: path or name for key, path in paths}
             self._paths = self._known[module]
         path = self._named.get(id(module)) or self._paths.get(id(module), type(module).__name__)
         self._running.append(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -47,7 +48,8 @@ class NonFinite:
 def first_non_finite(step: Callable[[], Any], layers: Layers | None = None) -> NonFinite | None:
     """Run a step and name the operator that makes its first non-finite value; None if all stay finite.
 
-    An infinity that was given (a mask's -inf) is not counted until an operator makes NaN of it.
+    An infinity that was given (a mask's -inf) is not counted until an operator makes NaN of it. Compiled code runs first
+    as it was before compilation, which names its modules; if all stay finite there, the step is run again, compiled.
 
     Args:
         step: forward and backward; its writes are not undone, and an exception that it raises ends it.
@@ -61,7 +63,16 @@ def first_non_finite(step: Callable[[], Any], layers: Layers | None = None) -> N
         >>> print(first_non_finite(lambda: x.sqrt().sum().backward()))
         not finite: aten::div, backward, row (1,); its inputs are finite
     """
-    with nullcontext(layers) if layers is not None else Layers() as layers, _Finder(layers) as finder:
+    found = None
+    with nullcontext(layers) if layers is not None else Layers() as layers:
+        if "torch._dynamo" in sys.modules:
+            with torch.compiler.set_stance("force_eager"):
+                found = _found(step, layers)
+        return found or _found(step, layers)
+
+
+def _found(step: Callable[[], Any], layers: Layers) -> NonFinite | None:
+    with _Finder(layers) as finder:
         try:
             step()
         except Exception:

@@ -68,6 +68,17 @@ class Observed(NamedTuple):
             if (index < operation.public or ahead) and tensor is not None and tensor.numel():
                 yield f"sum of {field}" if ahead else field, tensor, ahead
 
+    def checked(self) -> Iterator[tuple[str, Tensor, bool]]:
+        """The outputs, and the results that forward keeps for backward alone."""
+        yield from self.named()
+        operation, result = self.operation, self.result
+        if self.grads is None and operation.result is not None:
+            if getattr(result, "lse", 0) is None and result.statistics is not None:  # each row's maximum and logarithm
+                result = result._replace(lse=result.statistics.double().sum(2), statistics=None)
+            for index in operation.kept_results:
+                if index >= operation.public and is_floating(result[index]) and result[index].numel():
+                    yield f"{result._fields[index]} for backward", result[index], False
+
     def tensors(self) -> list[Tensor]:
         """The floating-point inputs."""
         return [leaf for leaf in pytree.tree_leaves((self.call, self.grads)) if is_floating(leaf)]
@@ -143,7 +154,7 @@ class Observed(NamedTuple):
         found = dispatch.kernels_of(operation, "torch")
         if grads is None:
             computed = found.of(call).forward(call)
-            return {name: x for name, x, _ in self._replace(call=call, result=computed).named()}
+            return {name: x for name, x, _ in self._replace(call=call, result=computed).checked()}
         if getattr(result, "summed", None) is not None:  # a norm after an addition
             alone = call._replace(x=result.summed, residual=None, seed=None)
             call = call._replace(x=result.summed)
@@ -169,7 +180,7 @@ class Checked(NamedTuple):
 
 def check(observed: Observed) -> list[Checked]:
     """Recompute a pass in float64 and measure each tensor that came out."""
-    named = list(observed.named())
+    named = list(observed.checked())
     if not named:
         return []
     device = named[0][1].device.type
@@ -194,7 +205,7 @@ def check(observed: Observed) -> list[Checked]:
         sizes = [float(_finite(exact[name]).abs().max()) for name, _, gradient in named if gradient and name in exact]
         found = []
         for name, got, gradient in named:
-            if name not in exact:  # a gradient that one backend computes ahead
+            if name not in exact or exact[name].shape != got.shape:  # one backend computes or stores it, or lays it out
                 continue
             want, plain = exact[name], eager[name]
             size = max(sizes) if gradient else None
