@@ -16,11 +16,11 @@ error of
   sqrt(3) / 2 ulp;
 - a sum of n terms assumes pairwise or blocked summation: each term passes through log2(n) additions with errors of
   random sign, sqrt(1 + log2(n)) u sqrt(result^2 + sum of squared terms);
-- a dot product of length n assumes sequential summation in tiles of t = min(n, 192), the shortest tile of the libraries
-  of eager PyTorch (measured: MKL 192, OpenBLAS 320 and 448), and pairwise summation of tiles. Given the result r and the
-  sum of squared terms Q, the sum of m of n terms in random order has the mean square (m / n)^2 r^2 + m / n (1 - m / n) Q.
-  Over all additions that is t / 2 Q + t^2 / (3 n) (r^2 - Q) within the tiles and log2(n / t) Q + 2 (1 - t / n) (r^2 - Q)
-  above them: r^2 is about Q for terms of random sign, up to n Q for terms of one sign.
+- a dot product of length n assumes sequential summation in tiles of t = min(n, 192), the shortest of the libraries of
+  eager PyTorch (measured: MKL 192, OpenBLAS 320 and 448), and pairwise summation of tiles. Given the result r and the
+  sum of squared terms Q, m of its n terms in random order have a sum with the mean square (m / n)^2 r^2 +
+  m / n (1 - m / n) Q. Over all additions that is t / 2 Q + t^2 / (3 n) (r^2 - Q) within the tiles, and log2(n / t) Q +
+  2 (1 - t / n) (r^2 - Q) above them; r^2 is about Q for terms of random sign, up to n Q for terms of one sign.
 
 A single rounding is uniform. The error of a sum or a dot product consists of many: it is normal, with the variance of a
 uniform one, since the largest error of a tensor is in its tail; n roundings of one sign bound it by sqrt(n).
@@ -75,7 +75,8 @@ class RandomRounding(TorchDispatchMode):
         if length == 1:
             noise = torch.rand(result.shape, **options) * 2.0 - 1.0
         else:
-            noise = (torch.randn(result.shape, **options) / math.sqrt(3.0)).clamp_(-math.sqrt(length), math.sqrt(length))
+            limit = math.sqrt(length)
+            noise = (torch.randn(result.shape, **options) / math.sqrt(3.0)).clamp_(-limit, limit)
         error = (noise * size).nan_to_num(0.0, 0.0, 0.0)
         represented = result.float().double() == result
         return result.copy_(torch.where(represented, result, (result + error).float().double()))
@@ -88,7 +89,8 @@ class RandomRounding(TorchDispatchMode):
         if name in PRODUCTS and (length := args[-1].shape[-2]) > 0:
             squares, product = torch.matmul(args[-2].square(), args[-1].square()), torch.matmul(args[-2], args[-1])
             tile = min(length, TILE)
-            of_squares, of_result = tile / 2 + math.log2(length / tile), tile**2 / (3 * length) + 2 * (1 - tile / length)
+            of_squares = tile / 2 + math.log2(length / tile)
+            of_result = tile**2 / (3 * length) + 2 * (1 - tile / length)
             added = (of_squares * squares + of_result * (product.square() - squares)).clamp_(0.0).sqrt() * u
             if self.dtype is torch.float32:
                 return added, length

@@ -31,8 +31,9 @@ from transformer_kernels.verification.memory import BetweenSteps, sum_of_bits
 from transformer_kernels.verification.nonfinite import NonFinite, first_non_finite
 from transformer_kernels.verification.recompute import PARTS, Checked, Observed, check, non_finite_row
 
-SHARE, CHECKS, BETWEEN_STEPS = 0.03, 0.75, 0.1
-"""Of the time, for a certificate; of that, for checks, and for memory between steps: the rest is for counting."""
+SHARE, CHECKS, BETWEEN_STEPS = 0.03, 0.5, 0.1
+"""Of the time, for a certificate; of that, for checks, and for memory between steps. The rest is for counting passes,
+and for additions that a recorded step whose gradients are observed does not fuse."""
 SKIPPED = 64
 """At most so many calls pass before the next one that may be checked: its position in a step is random."""
 WHOLE = 4
@@ -215,38 +216,51 @@ class Certificate:
         modes: list[Any] = _get_current_dispatch_mode_stack()
         mode = next((mode for mode in modes if hasattr(mode, "observe")), None)
         if mode is None:
-            self._observe(tally, observed, lambda: observed, backend, None)
+            is_loss = self._is_loss(observed)
+            if not self._passes(tally, observed.grads is None, is_loss):
+                self._observe(name, lambda *_: observed, is_loss, backend, None)
             return
         layer, _ = self._layers.current()  # a recording of `graphs`
         tensors, layout = pytree.tree_flatten(tuple(observed)[1:])
+        # Without `observed`: autograd copies gradients that something refers to.
+        operation, is_forward, is_loss = observed.operation, observed.grads is None, self._is_loss(observed)
+
+        def seen(*values: Any) -> Observed:
+            return Observed(operation, *pytree.tree_unflatten(list(values), layout))
 
         def again(*values: Any) -> None:
-            def seen() -> Observed:
-                return Observed(observed.operation, *pytree.tree_unflatten(list(values), layout))
-
-            self._observe(tally, observed, seen, backend, layer)
+            if not self._passes(tally, is_forward, is_loss):
+                self._observe(name, seen, is_loss, backend, layer, values)
 
         mode.observe(again, *tensors)
 
-    def _observe(
-        self, tally: Tally, like: Observed, seen: Callable[[], Observed], backend: str, layer: str | None
-    ) -> None:
-        """Count a pass, whose values `seen` returns, and check it if that is due; `layer` None: the current one."""
-        started = time.perf_counter()
+    def _is_loss(self, observed: Observed) -> bool:
+        return observed.grads is None and observed.operation.name in LOSSES
+
+    def _passes(self, tally: Tally, is_forward: bool, is_loss: bool) -> bool:
+        """Count a pass; whether it is one of those that are skipped, in a few instructions."""
         tally.calls += 1
-        is_forward = like.grads is None
         if is_forward and not self._was_forward:  # the next step: an optimizer may write without a new version
             self._memory.clear()
         self._was_forward = is_forward
-        is_loss = is_forward and like.operation.name in LOSSES and self.non_finite is None
-        due = self._is_due(tally, started)
+        if self._skip <= 1 or is_loss or self._memory or not tally.samples:
+            return False
+        self._skip -= 1
+        return True
+
+    def _observe(
+        self, name: str, seen: Callable[..., Observed], is_loss: bool, backend: str, layer: str | None, given: Any = ()
+    ) -> None:
+        """Check the pass that `seen` returns of what is given, if that is due; `layer` None: the current one."""
+        started, tally = time.perf_counter(), self.operations[name]
+        due, is_loss = self._is_due(tally, started), is_loss and self.non_finite is None
         if due or is_loss or self._memory:
             layer = self._layers.current()[0] if layer is None else layer
             try:
                 with _disable_current_modes():
-                    self._look(tally, seen(), backend, layer, due, is_loss)
+                    self._look(tally, seen(*given), backend, layer, due, is_loss)
             except Exception as error:  # the run goes on
-                self.unchecked[f"{like.operation.name} {like.direction}"] = f"{type(error).__name__}: {error}"
+                self.unchecked[name] = f"{type(error).__name__}: {error}"
         took = time.perf_counter() - started
         self.checking += took
         if due:
@@ -302,7 +316,9 @@ class Certificate:
         self._count(self.operations.setdefault(f"{name} step", Tally()), layer, torch.inf)
         if len(self.findings) < MAX_FINDINGS:
             what = f"{f'{state} of ' if state else ''}{weight} changed in memory between two steps"
-            self.findings.append(Finding(name, "", "step", layer, what, tuple(parameter.shape), torch.inf, 0.0, 0.0, ""))
+            self.findings.append(
+                Finding(name, "", "step", layer, what, tuple(parameter.shape), torch.inf, 0.0, 0.0, "")
+            )
 
     def _compare_memory(self, observed: Observed, due: bool) -> list[Checked]:
         """What this backward pass reads and what has changed, without an operator's writing to it, since a forward pass
@@ -425,10 +441,11 @@ def certify(file: str | os.PathLike[str] | None = None, *, share: float = SHARE)
     Calls of each operation, forward and backward, are recomputed in float64 by the backend "torch" and held against the
     error budget of this package's tests (docs/numbers.md): the first ones, for a second in all, then operations without
     a sample and others at random positions, for a share of the time. Operations without a sample are named. Of large
-    tensors most checks are of a sixteenth of the rows, or of a linear layer's columns. Between two steps of an
-    optimizer, bits of some weights and of its state are summed: one that changes without a write is named. Calls that "auto" leaves to
-    PyTorch's own function are not checked. Within the block a recorded step (`graphed`) is captured anew; a replay is
-    checked as an eager step is, except on a GPU, where a graph runs no Python: there only the eager steps are.
+    tensors most checks are of a sixteenth of the rows, or of a linear layer's columns. Calls that "auto" leaves to
+    PyTorch's own function are not checked. Between two steps of an optimizer, bits of some weights and of its state are
+    summed: a bit that changes without a write is named. Within the block a recorded step (`graphed`) is captured anew;
+    a replay is checked as an eager step is, except on a GPU, where a graph runs no Python: there only the eager steps
+    are.
 
     One block at a time, in one process; results, seeds and random numbers equal a run without it.
 

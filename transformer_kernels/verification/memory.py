@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-PART = 1 << 17
+PART = 1 << 15
 """At most so many elements of a tensor are summed, in steps that do not sum all."""
 
 

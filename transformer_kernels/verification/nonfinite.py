@@ -48,8 +48,8 @@ class NonFinite:
 def first_non_finite(step: Callable[[], Any], layers: Layers | None = None) -> NonFinite | None:
     """Run a step and name the operator that makes its first non-finite value; None if all stay finite.
 
-    An infinity that was given (a mask's -inf) is not counted until an operator makes NaN of it. Compiled code runs first
-    as it was before compilation, which names its modules; if all stay finite there, the step is run again, compiled.
+    An infinity that was given (a mask's -inf) is not counted until an operator makes NaN of it. Compiled code is run as
+    it was before compilation, which names its modules; if all stay finite there, the step is run again, compiled.
 
     Args:
         step: forward and backward; its writes are not undone, and an exception that it raises ends it.
