@@ -13,6 +13,7 @@ import pkgutil
 import sys
 import threading
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from transformer_kernels.backends.dispatch import get_backend, requested
 from transformer_kernels.patching._report import CallReport, CallRow
@@ -31,7 +32,7 @@ from transformer_kernels.patching._torch_calls import (
     VARLEN,
     Handler,
     flex_attention,
-    is_small,
+    is_left,
     softmax,
     varlen_attention,
 )
@@ -41,6 +42,8 @@ FUNCTIONAL = torch.nn.functional.__name__
 CHECKPOINT = torch.utils.checkpoint
 OF_ANY_SIZE: tuple[Handler, ...] = (flex_attention, varlen_attention)
 """Rerouted even if small: PyTorch's functions have no gradients on CPUs."""
+MAX_CALLS = 4096
+"""Calls that are kept before they are added up."""
 
 
 class _Block(NamedTuple):
@@ -69,19 +72,38 @@ class _Rerouted:
     def __init__(self, owner: Any, name: str, operation: str, handler: Handler) -> None:
         self.original = getattr(owner, name)
         self.operation, self.handler = operation, handler
+        self.small = None if handler in OF_ANY_SIZE else (operation, None, FASTER)
         self.__name__ = self.__qualname__ = name
         self.__module__, self.__doc__ = owner.__name__, self.original.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_compiling() or (acceleration := _active()) is None:  # compiled code is the compiler's
+        if is_dynamo_compiling() or (block := _block.get(_everywhere[0])) is None:
             return self.original(*args, **kwargs)
-        return acceleration._call(self.operation, self.handler, self.original, sys._getframe(1), args, kwargs)
+        frame: Any = sys._getframe(1)
+        caller = frame.f_globals.get("__name__", "")
+        if caller == FUNCTIONAL:  # called by a function of torch.nn.functional that is written in Python
+            caller = frame.f_back.f_globals.get("__name__", "")
+        if caller.startswith(PACKAGE) and caller != __name__:  # an operation calls PyTorch's function
+            return self.original(*args, **kwargs)
+        acceleration = block.acceleration
+        backend = acceleration.backend or get_backend()
+        if backend == "auto" and self.small is not None and is_left(self.operation, args, kwargs):
+            acceleration._count(self.small)
+            return self.original(*args, **kwargs) if kwargs else self.original(*args)
+        return acceleration._call(self, backend, args, kwargs)
 
     def __reduce__(self) -> Any:
         return pkgutil.resolve_name, (f"{self.__module__}:{self.__name__}",)
 
     def __repr__(self) -> str:
         return f"<{self.__module__}.{self.__name__}, rerouted by {PACKAGE}>"
+
+
+class _ReroutedMethod(_Rerouted):
+    """A method of tensors, which torch.nn.functional calls too."""
+
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
 
 
 class Acceleration:
@@ -91,7 +113,9 @@ class Acceleration:
         if backend is not None:
             requested(backend)  # raises for an unknown name
         self.backend = backend
-        self._counts: dict[tuple[str, str | None, str | None], int] = {}
+        self._counts: Counter[tuple[str, str | None, str | None]] = Counter()
+        self._calls: list[tuple[str, str | None, str | None]] = []
+        """Operation, backend and reason of the calls that `_counts` does not have yet."""
         self._lock = threading.Lock()
         self._handles: list[Any] = []
 
@@ -122,8 +146,8 @@ class Acceleration:
 
     def report(self) -> CallReport:
         """The calls rerouted so far, and the calls left to PyTorch with the reason; print it."""
-        with self._lock:
-            rows = [CallRow(*key, count) for key, count in self._counts.items()]
+        self._add_up()
+        rows = [CallRow(*key, count) for key, count in self._counts.copy().items()]
         return CallReport(self.backend, tuple(sorted(rows, key=lambda row: (row.backend is None, row.operation))))
 
     def remove(self) -> None:
@@ -148,35 +172,33 @@ class Acceleration:
         if not is_compiling():
             self.__exit__()
 
-    def _call(
-        self, operation: str, handler: Handler, original: Any, frame: Any, args: Any, kwargs: dict[str, Any]
-    ) -> Any:
-        caller = frame.f_globals.get("__name__", "")
-        if caller == FUNCTIONAL:  # called by a function of torch.nn.functional that is written in Python
-            caller = frame.f_back.f_globals.get("__name__", "")
-        if caller.startswith(PACKAGE) and caller != __name__:  # an operation calls PyTorch's function
-            return original(*args, **kwargs)
-        backend = self.backend or get_backend()
-        if backend == "auto" and handler not in OF_ANY_SIZE and is_small(operation, args, kwargs):
-            self._count(operation, None, FASTER)
-            return original(*args, **kwargs)
+    def _call(self, rerouted: _Rerouted, backend: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        if is_compiling():  # code that is exported without Dynamo
+            return rerouted.original(*args, **kwargs)
         try:
-            result = handler(backend, *args, **kwargs)
+            result = rerouted.handler(backend, *args, **kwargs)
         except TypeError:
-            if not _binds(handler, backend, args, kwargs):
+            if not _binds(rerouted.handler, backend, args, kwargs):
                 result = "it has arguments such as out="
             else:
                 raise
         if isinstance(result, str):
-            self._count(operation, None, result)
-            return original(*args, **kwargs)
-        self._count(operation, _backend_of(result, backend), None)
+            self._count((rerouted.operation, None, result))
+            return rerouted.original(*args, **kwargs)
+        self._count((rerouted.operation, _backend_of(result, backend), None))
         return result
 
-    def _count(self, operation: str, backend: str | None, reason: str | None) -> None:
-        key = operation, backend, reason
+    def _count(self, call: tuple[str, str | None, str | None]) -> None:
+        """Count a call: `append` needs no lock, which would take a fifth of the time of a call that is left."""
+        self._calls.append(call)
+        if len(self._calls) >= MAX_CALLS:
+            self._add_up()
+
+    def _add_up(self) -> None:
         with self._lock:
-            self._counts[key] = self._counts.get(key, 0) + 1
+            calls = self._calls[:]
+            self._counts.update(calls)
+            del self._calls[: len(calls)]
 
 
 def _binds(handler: Handler, backend: str, args: Any, kwargs: dict[str, Any]) -> bool:
@@ -239,7 +261,7 @@ def _exchanges() -> Iterator[tuple[Any, str, Any, Any]]:
         rerouted = _Rerouted(owner, name, operation, handler)
         _known_to_scripts(rerouted)
         yield owner, name, rerouted.original, rerouted
-    yield Tensor, "softmax", Tensor.softmax, _method(Tensor.softmax)
+    yield Tensor, "softmax", Tensor.softmax, _ReroutedMethod(Tensor, "softmax", "softmax", softmax)
     without_reentrant = "_checkpoint_without_reentrant_generator"  # followed by _impl from torch 2.14 on
     for name, at in ((without_reentrant, ""), (f"{without_reentrant}_impl", ""), ("CheckpointFunction", "apply")):
         if (before := getattr(CHECKPOINT, name, None)) is not None:
@@ -269,18 +291,6 @@ def _call_flex(*args: Any, **kwargs: Any) -> Any:
     from transformer_kernels.patching import _accelerate  # the code runs among the globals of torch's module
 
     return _accelerate._flex[0](*args, **kwargs)
-
-
-def _method(original: Any) -> Any:
-    """`Tensor.softmax`, which torch.nn.functional.softmax calls too."""
-
-    @functools.wraps(original)
-    def rerouted(*args: Any, **kwargs: Any) -> Any:
-        if is_compiling() or (acceleration := _active()) is None:
-            return original(*args, **kwargs)
-        return acceleration._call("softmax", softmax, original, sys._getframe(1), args, kwargs)
-
-    return rerouted
 
 
 def _known_to_scripts(rerouted: _Rerouted) -> None:

@@ -21,7 +21,7 @@ from transformer_kernels.backends.dispatch import unavailable
 from transformer_kernels.ops._crossover_table import REROUTED
 from transformer_kernels.ops._crossovers import crossover, prefers_torch
 from transformer_kernels.ops._foreign import rejected
-from transformer_kernels.ops._plan import any_autocast
+from transformer_kernels.ops._plan import any_autocast, dispatch_modes
 from transformer_kernels.ops.attention import flex
 from transformer_kernels.ops.embedding._padding import without_gradient
 from transformer_kernels.ops.linear import _cpu as linear_cpu
@@ -77,20 +77,25 @@ def refusal(
     return "the CPU kernels are not available" if unavailable("cpu", device) is not None else None
 
 
-def is_small(operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call has so few elements that "auto" leaves it to PyTorch whatever else it asks for."""
+def is_left(operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call has so few elements that "auto" leaves it to PyTorch, with gradients and without.
+
+    The other checks of a handler take longer than a small call does.
+    """
     try:
         x = args[0]
-        if not x.is_cpu or any_autocast():
+        if dispatch_modes() or not x.is_cpu:
             return False
-        if operation == "linear":
-            return linear_cpu.are_few(x.numel() // x.size(-1), args[1])
         elements = x.numel()
+        if operation == "linear":
+            return linear_cpu.are_few(elements // x.size(-1), args[1])
         if operation == "attention":
+            if any_autocast():
+                return False
             elements = elements // x.size(-1) * args[1].size(-2)
         elif operation == "embedding":
             elements = args[1].numel() * x.size(-1)
-        elif kwargs.get("approximate") == "tanh":
+        elif kwargs and kwargs.get("approximate") == "tanh":
             operation = "gelu_tanh"
         return elements < _left_below(operation, x.dtype)
     except (AttributeError, IndexError, RuntimeError, TypeError, ZeroDivisionError):  # the handler has the reason
