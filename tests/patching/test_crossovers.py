@@ -38,8 +38,13 @@ def set_table(monkeypatch, entries):
     """Replace entries of the instruction set in use, and forget what was decided by the others."""
     changed = {**_crossovers.TABLE[_crossovers.level()], **entries}
     monkeypatch.setitem(_crossovers.TABLE, _crossovers.level(), changed)
-    for forget in cpu.dependents:
-        forget()
+    forget()
+
+
+def forget():
+    """What was decided by another table or instruction set."""
+    for clear in cpu.dependents:
+        clear()
 
 
 def patched(family, backend=None):
@@ -131,16 +136,16 @@ def test_each_instruction_set_has_a_table_of_its_own(monkeypatch, unplanned):
     for instruction_set, name in sets.items():
         module = SimpleNamespace(instruction_set=lambda found=instruction_set: found)
         monkeypatch.setattr(_crossovers, "compiled", lambda found=module: found)
-        _crossovers.level.cache_clear()
+        forget()
         assert _crossovers.level() == name and _crossovers.crossover("gelu", 4) == limits[name]
         with torch.no_grad():
-            assert _crossovers.is_small("gelu", x, x.numel(), None) == (name == "amx")
-            assert not _crossovers.is_small("gelu", x, x.numel(), "cpu")
-        assert not _crossovers.is_small("gelu", x, x.numel(), None)  # with gradients
+            assert _crossovers.is_small("gelu", x, None) == (name == "amx")
+            assert not _crossovers.is_small("gelu", x, "cpu")
+        assert not _crossovers.is_small("gelu", x, None)  # with gradients
     monkeypatch.setattr(_crossovers, "compiled", lambda: None)
-    _crossovers.level.cache_clear()
+    forget()
     assert _crossovers.level() == "avx2"
-    _crossovers.level.cache_clear()
+    forget()
 
 
 def test_the_tables_have_the_same_entries():
@@ -186,13 +191,17 @@ def test_traced_calls_stay_ours():
     """A graph of the call must contain the operation, whatever its size; other devices have no such table."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    def is_small(x, backend=None):
+        return _crossovers.is_small(3, x, backend)
+
     x, seen = torch.ones(2), []
-    assert _crossovers.is_automatic(x, None) and not _crossovers.is_automatic(x, "torch")
-    assert not _crossovers.is_automatic(x.to("meta"), None)
-    with FakeTensorMode():
-        assert not _crossovers.is_automatic(torch.ones(2), None)
-    torch.jit.trace(lambda each: (seen.append(_crossovers.is_automatic(each, None)), each + 1)[1], x, check_trace=False)
-    assert seen and not any(seen)
+    with torch.no_grad():
+        assert is_small(x) and not is_small(x, "torch") and not is_small(torch.ones(3))
+        assert not is_small(x.to("meta"))
+        with FakeTensorMode():
+            assert not is_small(torch.ones(2))
+        torch.jit.trace(lambda each: (seen.append(is_small(each)), each + 1)[1], x, check_trace=False)
+    assert not is_small(x) and seen and not any(seen)
 
 
 REPLACEMENTS = {

@@ -27,6 +27,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.fixture(autouse=True)
+def fresh_decisions():
+    """Of other processors and limits."""
+    linear_cpu.few_rows.cache_clear()
+    yield
+    linear_cpu.few_rows.cache_clear()
+
+
 class ByColumns(nn.Module):
     """x W + b as transformers' Conv1D computes it."""
 
@@ -110,19 +118,24 @@ def test_inference_is_ours_where_mkl_is_slow(monkeypatch: pytest.MonkeyPatch, pr
 
 
 @pytest.mark.parametrize(
-    ("vendor", "level", "rows", "few"),
+    ("vendor", "level", "recorded", "fewest"),
     [
-        ("GenuineIntel", "avx512", 255, True),
-        ("GenuineIntel", "avx512", 256, False),
-        ("AuthenticAMD", "avx2", 255, True),
-        ("AuthenticAMD", "avx512", 128, False),
-        ("AuthenticAMD", "avx512", 127, True),
+        ("GenuineIntel", "avx512", True, 256),
+        ("GenuineIntel", "avx512", False, linear_cpu.ANY),
+        ("AuthenticAMD", "avx2", True, 256),
+        ("AuthenticAMD", "avx512", True, 32),
+        ("AuthenticAMD", "avx512", False, 128),
     ],
 )
-def test_few_rows(monkeypatch: pytest.MonkeyPatch, vendor: str, level: str, rows: int, few: bool) -> None:
+def test_few_rows(monkeypatch: pytest.MonkeyPatch, vendor: str, level: str, recorded: bool, fewest: int) -> None:
     monkeypatch.setattr(cpu, "_module", Mock(vendor=vendor, instruction_set=lambda: level))
-    assert linear_cpu.are_few(rows, torch.empty(32, 64)) is few  # 2^18 products with 128 rows
-    assert linear_cpu.are_few(31, torch.empty(1024, 1024))
+    weight = torch.empty(256, 64)
+    assert linear_cpu.few_rows(weight.numel(), recorded) == fewest
+    assert linear_cpu.few_rows(1024, recorded) == max(fewest, 256)  # 2^18 products with 256 rows
+    for rows in (fewest - 1, fewest):
+        x = torch.empty(min(rows, 4096), 64)
+        found = linear_cpu.multiplies(x, weight, recorded)
+        assert found == (rows == fewest < linear_cpu.ANY)
 
 
 @pytest.mark.parametrize("change", ["few rows", "another type", "autocast", "torch", "a view"])

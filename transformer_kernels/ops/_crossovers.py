@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from transformer_kernels.backends import cpu
-from transformer_kernels.backends.dispatch import requested
+from transformer_kernels.backends.dispatch import get_backend
 from transformer_kernels.ops import _crossover_table
 from transformer_kernels.ops._crossover_table import NEVER, TABLE, Limit
 from transformer_kernels.ops._dropout import compiled
@@ -100,20 +100,29 @@ def native(found: Native | None, call: Any, values: Sequence[Any]) -> Callable[.
     return found.function if prefers_torch(found.name, found.elements, x.dtype.itemsize, recorded=False) else None
 
 
-def is_small(limit: int | str, x: Tensor, elements: int, backend: str | None, random: bool = False) -> bool:
-    """Whether a call that reads x is inference on a CPU of fewer elements than a limit, or than an operation's.
+def is_small(limit: int | str, x: Tensor, backend: str | None) -> bool:
+    """Whether a call that reads x is eager inference on a CPU in "auto", of fewer elements than a limit.
 
-    Not so where it draws random numbers, which recomputation with gradients must draw again.
+    Not for calls that draw random numbers, which recomputation with gradients must draw again.
+
+    Args:
+        limit: a number of elements, or an operation whose crossover it is.
     """
-    if random or torch.is_grad_enabled() or not is_automatic(x, backend):
+    if torch.is_grad_enabled() or is_dynamo_compiling() or dispatch_modes() or is_jit_tracing() or not x.is_cpu:
         return False
-    if isinstance(limit, int):
-        return elements < limit
-    return prefers_torch(limit, elements, x.dtype.itemsize, recorded=False)
+    if (get_backend() if backend is None else backend) != "auto":
+        return False
+    first, end = _of_pytorch(limit, x.dtype)
+    return first <= x.numel() < end
 
 
-def is_automatic(x: Tensor, backend: str | None) -> bool:
-    """Whether a call that reads x on a CPU is eager and in the backend "auto", so that the sizes above decide."""
-    if not x.is_cpu or is_compiling() or dispatch_modes() or is_jit_tracing():
-        return False
-    return requested(backend) == "auto"
+@functools.cache
+def _of_pytorch(limit: int | str, dtype: torch.dtype) -> tuple[int, int]:
+    """The first size that is PyTorch's in inference, and the first that is not."""
+    if cpu.is_reproducible():
+        return 0, 0
+    found = limit if isinstance(limit, int) else crossover(limit, dtype.itemsize)[0]
+    return found if isinstance(found, tuple) else (0, found)
+
+
+cpu.dependents.append(_of_pytorch.cache_clear)

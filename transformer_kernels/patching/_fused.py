@@ -52,7 +52,7 @@ def gelu_kind(activation: Any) -> str | None:
 
 def activated(x: Tensor, linear: Any, activation: Any, backend: str | None) -> Tensor:
     """activation(linear(x)) in one operation if possible, else with the bias added by the activation."""
-    if is_small("linear", x, x.numel(), backend):
+    if is_small("linear", x, backend):
         return activation(linear(x))
     approximate = gelu_kind(activation)
     relu = approximate is None and (activation is F.relu or is_plain(activation, nn.ReLU))

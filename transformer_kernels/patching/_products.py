@@ -14,7 +14,7 @@ from transformer_kernels.backends.dispatch import requested
 from transformer_kernels.ops._foreign import UNPATCH, foreign, transformed
 from transformer_kernels.ops._operation import autocast_dtype
 from transformer_kernels.ops.linear import _cpu as linear_cpu
-from transformer_kernels.patching._swap import Mixin, is_plain, swap
+from transformer_kernels.patching._swap import Mixin, is_plain, parameters, swap
 
 MIN_PRODUCTS = 3 << 19
 """Products of a weight (K, N), which the kernels transpose, from which ours are faster."""
@@ -41,7 +41,7 @@ def are_ours(x: Tensor, weight: Tensor, backend: str | None) -> bool:
 
 def linear_is_ours(x: Tensor, weight: Tensor, backend: str | None) -> bool:
     """Whether it multiplies x (..., K) by weight (N, K), in float32 or, with gradients, in autocast's bfloat16."""
-    if is_compiling() or linear_cpu.are_few(x.numel() // max(1, x.shape[-1]), weight):
+    if is_compiling():
         return False
     recorded = torch.is_grad_enabled()
     if not linear_cpu.multiplies(x, weight, recorded) or requested(backend) not in OURS:
@@ -103,11 +103,10 @@ class Linear(AnyLinear):
     """x W^T + b of a layer inside a model; the report does not list it."""
 
     def forward(self, input: Tensor) -> Tensor:
-        try:  # in a tenth of the time of the attributes
-            weight, bias = self._parameters["weight"], self._parameters["bias"]
-        except KeyError:  # a parametrization, or pruned
-            weight, bias = self.weight, self.bias
-        return product(input, weight, bias, self.backend)  # type: ignore[arg-type]
+        weight, bias = parameters(self, "weight", "bias")
+        if linear_is_ours(input, weight, self.backend):
+            return ops.linear(input, weight, bias, backend=self.backend)
+        return F.linear(input, weight, bias)
 
 
 def adopt_linear_layers(module: nn.Module) -> None:

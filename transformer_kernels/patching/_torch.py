@@ -15,13 +15,18 @@ from transformer_kernels.patching._guard import BLOCKS
 from transformer_kernels.patching._products import product, product_of
 from transformer_kernels.patching._real_tokens import RealTokens, zeroed
 from transformer_kernels.patching._recognised import rms_norm_of
-from transformer_kernels.patching._swap import flattened, has_hooks, is_plain
+from transformer_kernels.patching._swap import flattened, has_hooks, is_plain, parameters
 from transformer_kernels.patching._torch_calls import is_autocast
 
 
 class LayerNorm(ours.LayerNorm):
     repeatable = True
     operation = small_below = "layer_norm"
+
+    def as_before(self, input: Tensor) -> Tensor:
+        """The original function without the attributes and checks of two methods, which take as long as few rows."""
+        weight, bias = parameters(self, "weight", "bias")
+        return torch.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -32,6 +37,11 @@ class RMSNorm(nn.RMSNorm):
     @staticmethod
     def refuses(module: Any) -> str | None:
         return "it is over several axes" if len(module.normalized_shape) > 1 else None
+
+    def as_before(self, x: Tensor) -> Tensor:
+        """As in LayerNorm."""
+        (weight,) = parameters(self, "weight")
+        return torch.rms_norm(x, self.normalized_shape, weight, self.eps)
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm_of(self, x, self.backend).to(x.dtype)
@@ -46,6 +56,10 @@ class Softmax(ours.Softmax):
     repeatable = True
     operation = small_below = "softmax"
 
+    def as_before(self, input: Tensor) -> Tensor:
+        """As in LayerNorm."""
+        return input.softmax(self.dim)
+
     @staticmethod
     def refuses(module: Any) -> str | None:
         return "dim is not given" if module.dim is None else None
@@ -56,7 +70,7 @@ class MultiHeadAttention(ours.MultiHeadAttention):
     causal_by_itself = False
     operation = "attention"
     small_below = 1 << 17
-    small_tensors = 3  # with a mask, rows without visible keys have another result
+    small_tensors = 3  # a mask may hide all keys of a row, for which the original's result is NaN
 
     @staticmethod
     def refuses(module: Any) -> str | None:
@@ -196,6 +210,10 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
     small_below = 1 << 17
     small_tensors = 2
     backend: str | None
+
+    def as_before(self, *args: Any, **kwargs: Any) -> Any:
+        """The original forward."""
+        return nn.TransformerDecoderLayer.forward(flattened(self), *args, **kwargs)
 
     def forward(
         self,

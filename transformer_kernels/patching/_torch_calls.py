@@ -88,7 +88,7 @@ def is_left(operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
             return False
         elements = x.numel()
         if operation == "linear":
-            return linear_cpu.are_few(elements // x.size(-1), args[1])
+            return elements < linear_cpu.few_rows(args[1].numel(), True) * x.size(-1)
         if operation == "attention":
             if any_autocast():
                 return False

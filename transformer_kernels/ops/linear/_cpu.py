@@ -6,6 +6,7 @@ weight_gradient.cpp.
 
 from __future__ import annotations
 
+import functools
 from functools import cached_property
 from typing import Any
 
@@ -30,6 +31,8 @@ MIN_READ = 1 << 18
 MIN_ROWS = 256
 MIN_ROWS_ON_AMD, MIN_PRODUCTS_ON_AMD = 32, 1 << 18
 """Rows of x, and rows times elements of the weight, from which products without an activation are worth a call."""
+MIN_ROWS_ALONE_ON_AMD = 128
+"""Rows of x from which a forward product without gradients is: in a model the weights are in no cache."""
 
 ANY = 1 << 62
 """Elements: a weight of any size."""
@@ -53,24 +56,30 @@ def fuses(call: LinearCall) -> bool:
 
 
 def multiplies(x: Tensor, weight: Tensor, recorded: bool) -> bool:
-    """Whether this package multiplies x (..., K) by a weight in less time than PyTorch, its call included.
+    """Whether this package multiplies x (..., K) by a weight in less time than PyTorch, its call included."""
+    elements = weight.numel()
+    if not weight.is_cpu or not elements or x.numel() < few_rows(elements, recorded) * x.shape[-1]:
+        return False
+    return elements <= _limit(x, "all")
+
+
+@functools.cache
+def few_rows(elements: int, recorded: bool) -> int:
+    """Rows of x below which PyTorch's product with a weight of so many elements takes less time.
 
     A forward product alone, without gradients, is at best as fast in ours where MKL is not slow, which it is on AMD.
     """
-    if are_few(x.numel() // max(1, x.shape[-1]), weight) or cpu.unavailable(weight.device) is not None:
-        return False
-    if not recorded and processor(cpu.load()) != "AMD" and not cpu.is_reproducible():
-        return False
-    return 0 < weight.numel() <= _limit(x, "all")
+    if cpu.is_reproducible():
+        return 0
+    if cpu.unavailable(torch.device("cpu")) is not None:
+        return ANY
+    if processor(cpu.load()) != "AMD":
+        return MIN_ROWS if recorded else ANY
+    fewest = MIN_ROWS_ON_AMD if recorded else MIN_ROWS_ALONE_ON_AMD
+    return min(MIN_ROWS, max(fewest, -(-MIN_PRODUCTS_ON_AMD // elements)))
 
 
-def are_few(rows: int, weight: Tensor) -> bool:
-    """Whether PyTorch's product of so many rows and a weight takes less time."""
-    if rows >= MIN_ROWS or cpu.is_reproducible():
-        return False
-    if rows < MIN_ROWS_ON_AMD or rows * weight.numel() < MIN_PRODUCTS_ON_AMD:
-        return True
-    return cpu.unavailable(weight.device) is not None or processor(cpu.load()) != "AMD"
+cpu.dependents.append(few_rows.cache_clear)
 
 
 def _limit(x: Tensor, products: str) -> int:
