@@ -283,3 +283,21 @@ def test_small_attention_by_pytorch_is_finite_for_every_scale(scale, causal):
     with torch.no_grad():
         found = tk.attention(q, k, v, causal=causal, scale=scale)
         torch.testing.assert_close(found, tk.attention(q, k, v, causal=causal, scale=scale, backend="torch"))
+
+
+@pytest.mark.parametrize("rows", [8, 128])
+def test_few_rows_with_a_mask_are_the_original_forwards(rows, computed, monkeypatch):
+    """Unless a query sees no key: then the result is that of the operations at any size."""
+    plain = nn.MultiheadAttention(32, 4, batch_first=True).eval()
+    ours = copy.deepcopy(plain)
+    tk.patch(ours)
+    x, hidden = torch.randn(1, rows, 32), torch.zeros(rows, rows, dtype=torch.bool)
+    hidden[:, -1] = True
+    with torch.no_grad():
+        found = ours(x, x, x, attn_mask=hidden, need_weights=False)[0]
+        assert bool(computed) == (rows == 128)
+        torch.testing.assert_close(found, plain(x, x, x, attn_mask=hidden, need_weights=False)[0])
+        hidden[2] = True
+        found, weights = ours(x, x, x, attn_mask=hidden)
+        torch.testing.assert_close(found[0, 2], plain.out_proj.bias)
+        assert found.isfinite().all() and not weights[0, 2].any()

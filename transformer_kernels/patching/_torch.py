@@ -185,7 +185,8 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
     def as_before(self, *args: Any, **kwargs: Any) -> Any:
         """The original forward, its fused path included."""
         layer, attention = flattened(self), self._modules["self_attn"]
-        if isinstance(attention, MultiHeadAttention) and not has_hooks(attention):
+        known = isinstance(attention, MultiHeadAttention) and attention.backend == self.backend
+        if known and not has_hooks(attention):
             layer.__dict__["self_attn"] = flattened(attention, _qkv_same_embed_dim=True)
         return nn.TransformerEncoderLayer.forward(layer, *args, **kwargs)
 
