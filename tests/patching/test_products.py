@@ -124,7 +124,7 @@ def test_inference_is_ours_where_mkl_is_slow(monkeypatch: pytest.MonkeyPatch, pr
         ("GenuineIntel", "avx512", False, linear_cpu.ANY),
         ("AuthenticAMD", "avx2", True, 256),
         ("AuthenticAMD", "avx512", True, 32),
-        ("AuthenticAMD", "avx512", False, 128),
+        ("AuthenticAMD", "avx512", False, 64),
     ],
 )
 def test_few_rows(monkeypatch: pytest.MonkeyPatch, vendor: str, level: str, recorded: bool, fewest: int) -> None:

@@ -31,7 +31,7 @@ MIN_READ = 1 << 18
 MIN_ROWS = 256
 MIN_ROWS_ON_AMD, MIN_PRODUCTS_ON_AMD = 32, 1 << 18
 """Rows of x, and rows times elements of the weight, from which products without an activation are worth a call."""
-MIN_ROWS_ALONE_ON_AMD = 128
+MIN_ROWS_ALONE_ON_AMD = 64
 """Rows of x from which a forward product without gradients is: in a model the weights are in no cache."""
 
 ANY = 1 << 62
