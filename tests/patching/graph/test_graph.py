@@ -372,6 +372,27 @@ class Block(nn.Module):
         return checkpoint(self.body, x, use_reentrant=False) if self.checkpointed else self.body(x)
 
 
+@pytest.mark.parametrize("fill", (-100.0, -1e9, -math.inf), ids=str)
+def test_windows_with_masks_of_their_own(fill):
+    """Windows of an image are sequences of a batch; they share a bias, and some hide positions (3 windows, 2 heads)."""
+    hidden = torch.arange(8)[:, None] + torch.arange(8) > torch.tensor([20, 9, 12])[:, None, None]
+    hidden[2, 3] = fill == -1e9  # every key of one query
+
+    def attention(q, bias):
+        scores = q @ q.mT * 0.5 + bias
+        scores = scores.view(-1, 3, 2, 8, 8)
+        if fill == -100.0:
+            scores = scores + torch.zeros(3, 8, 8, dtype=q.dtype).masked_fill(hidden, fill)[None, :, None]
+        else:
+            scores = scores.masked_fill(hidden[None, :, None], fill)
+        return scores.view(-1, 2, 8, 8).softmax(-1) @ q
+
+    compiled = tk.compile(attention, backend="torch", fullgraph=True)
+    for images in (2, 3, 5):
+        assert_same(attention, compiled, sample(3 * images, 2, 8, 4), sample(2, 8, 8, seed=1))
+    assert set(compiled.report().matched) == {"attention"}
+
+
 def test_arithmetic_of_sizes_is_not_arithmetic_of_tensors():
     def windows(x):
         parts = x.view(-1, 2, 4, 16)

@@ -89,6 +89,12 @@ def filled_before_a_small_scale(q, k, v, mask):
 
 
 @trap
+def mask_of_another_view(q, k, v, mask):
+    s = (q @ k.mT * SCALE).view(-1, 1, L, L).masked_fill(mask.repeat(2, 1, 1, 1), -1e9)
+    return torch.softmax(s.view(-1, H, L, L), -1) @ v
+
+
+@trap
 def factor_after_a_mask(q, k, v, mask, temperature):
     return torch.softmax((q @ k.mT * SCALE).masked_fill(mask, -30.0) * temperature, -1) @ v
 

@@ -103,6 +103,8 @@ class Masks(NamedTuple):
     steps: tuple[Step, ...]
     dims: int
     dtype: torch.dtype
+    windows: tuple[int, int] | None = None
+    """The windows of an image and the heads, which are one axis here, where masks differ between windows."""
 
     def __call__(self, *masks: Tensor) -> Known:
         """The masks, each of which broadcasts to the scores of `dims` axes, as one.
@@ -112,6 +114,8 @@ class Masks(NamedTuple):
         masks are applied as they are written.
         """
         hidden, bias = self._combined(masks)
+        if self.windows is not None:
+            hidden, bias = (x if x is None else joined(x, *self.windows) for x in (hidden, bias))
         if any(map(is_traced, masks)):
             return self._unread(hidden, bias, masks)
         if _hides_rows(hidden, bias):
@@ -159,14 +163,29 @@ class Masks(NamedTuple):
         return hidden, bias
 
     def _broadcast(self, mask: Tensor) -> Tensor:
+        if self.windows is not None:
+            return of_windows(mask, self.windows[0])
         if self.dims == 3 and mask.dim() == 3:
             mask = mask[:, None]
         return mask[(None,) * (4 - mask.dim())]
 
 
+def of_windows(mask: Tensor, windows: int) -> Tensor:
+    """A mask of all windows (B W, H, L, L), or of each (B, W, H, L, L), as one of each; axes of size 1 stay."""
+    if mask.dim() == 5:
+        return mask
+    mask = mask[(None,) * (4 - mask.dim())]
+    return mask[None] if mask.shape[0] == 1 else mask.unflatten(0, (-1, windows))
+
+
+def joined(mask: Tensor, windows: int, heads: int) -> Tensor:
+    """The mask (B, W H, L, L) of windows that are heads."""
+    return mask.expand(-1, windows, heads, -1, -1).flatten(1, 2)
+
+
 def _hides_rows(hidden: Tensor | None, bias: Tensor | None) -> bool:
     """Whether a query has no visible key; biases with a gradient are finite."""
-    if bias is not None and not bias.requires_grad:
+    if bias is not None and not bias.requires_grad and bias.numel() and not float(bias.amin()) > -math.inf:
         infinite = bias == -math.inf
         hidden = infinite if hidden is None else hidden | infinite
     return hidden is not None and bool(hidden.all(-1).any())
@@ -200,6 +219,8 @@ class Fused(NamedTuple):
     fill: float
     heads: int | None = None
     """By which the first axis of q, k and v is split, where masks need heads that the products do not have."""
+    windows: int | None = None
+    """By which the first axis is split into images and windows, where masks differ between windows."""
 
     def __call__(
         self, q: Tensor, kt: Tensor, v: Tensor, p: float = 0.0, known: Known | None = None, backend: str | None = None
@@ -207,6 +228,9 @@ class Fused(NamedTuple):
         if self.heads is not None:
             q, kt, v = (x.unflatten(0, (-1, self.heads)) for x in (q, kt, v))
             return self._whole(q, kt, v, p, known, backend).flatten(0, 1)
+        if self.windows is not None:
+            q, kt, v = (x.unflatten(0, (-1, self.windows)).flatten(1, 2) for x in (q, kt, v))
+            return self._whole(q, kt, v, p, known, backend).unflatten(1, (self.windows, -1)).flatten(0, 1)
         return self._whole(q, kt, v, p, known, backend)
 
     def _whole(self, q: Tensor, kt: Tensor, v: Tensor, p: float, known: Known | None, backend: str | None) -> Tensor:
@@ -214,7 +238,11 @@ class Fused(NamedTuple):
         bias = bounds = None
         if known is not None:
             if not known.is_exact or (self.fill > LARGE and not self._hides(q, kt)):
-                return as_written(self.steps, p, q, k, v, known.masks).to(self.dtype)
+                masks = known.masks
+                if self.windows is not None:
+                    sizes = self.windows, q.shape[1] // self.windows
+                    masks = tuple(joined(of_windows(mask, self.windows), *sizes) for mask in masks)
+                return as_written(self.steps, p, q, k, v, masks).to(self.dtype)
             bias, bounds = known.bias, known.bounds
         if dims == 3:
             q, k, v = q[:, None], k[:, None], v[:, None]
@@ -248,6 +276,10 @@ def _same(a: Any, b: Any) -> bool:
     return str(a) == str(b)
 
 
+def _all_same(a: Any, b: Any) -> bool:
+    return len(a) == len(b) and all(map(_same, a, b))
+
+
 def _replace(match: Match) -> Replacement | str:
     bound = match.bound
     q, kt, v = match.fake("q"), match.fake("kt"), match.fake("v")
@@ -267,7 +299,11 @@ def _replace(match: Match) -> Replacement | str:
     read = _steps(match)
     if isinstance(read, str):
         return read
-    steps, masks, heads, queries = read
+    steps, masks, heads, windows, queries = read
+    if windows is not None and groups != 1:
+        return "heads are repeated in windows"
+    if windows is not None and match.is_auto and match.trains:
+        return "PyTorch's operators are faster for windows with masks of their own and gradients"
     fill = max((step.number for step in steps if step.kind == "fill"), default=-math.inf)
     if fill > LARGE and any(step.kind == "bias" for step in steps):
         return f"scores are filled with {fill} beside a bias"
@@ -275,27 +311,28 @@ def _replace(match: Match) -> Replacement | str:
     scale = math.prod(step.number for step in steps if step.kind == "scale")
     small = match.is_auto and not match.trains and q.is_cpu
     small = small and prefers_torch("attention", elements, q.dtype.itemsize, recorded=False)
-    fused = Fused(tuple(steps), scale, match.dtype, small, fill, heads)
+    fused = Fused(tuple(steps), scale, match.dtype, small, fill, heads, windows)
     values: tuple[Any, ...] = (queries, bound["kt"], bound["v"], bound.get("p", 0.0))
     if masks:
-        values += (Prepared(Masks(tuple(steps), 4 if heads else q.dim(), v.dtype), tuple(masks)),)
+        split = None if windows is None else (windows, q.shape[1])
+        values += (Prepared(Masks(tuple(steps), 4 if heads else q.dim(), v.dtype, split), tuple(masks)),)
     return Replacement(fused, values, permuted=bound.get("axes"))
 
 
-def _steps(match: Match) -> tuple[list[Step], list[Any], int | None, Any] | str:
-    """The steps, innermost first, their masks, the heads into which masks split the first axis, and the queries."""
+def _steps(match: Match) -> tuple[list[Step], list[Any], int | None, int | None, Any] | str:
+    """The steps, innermost first, their masks, the heads or windows that split the first axis, and the queries."""
     bound, q, kt = match.bound, match.fake("q"), match.fake("kt")
     queries = bound["q"]
     shape: tuple[Any, ...] = (*q.shape[:-1], kt.shape[-1])
     steps, masks, axes = [Step("scale", bound.get("q_scale", 1.0) * bound.get("k_scale", 1.0))], list[Any](), set[Any]()
-    heads: int | None = None
+    heads, windows, own = None, None, shape
     for kind, given in reversed(bound["steps"]):
         if kind == "view":
             shape = tuple(match.shape(given["viewed"]).shape)
             continue
         if kind in FACTORS:
             factor = match.shape(given["factor"])
-            if masks or len(shape) != q.dim():
+            if masks or not _all_same(shape, own):
                 return "a factor follows a mask or a view"
             if factor.dim() and (reason := _unfit(factor, (*q.shape[:-1], 1))) is not None:
                 return reason.replace("mask", "factor")
@@ -310,11 +347,17 @@ def _steps(match: Match) -> tuple[list[Step], list[Any], int | None, Any] | str:
         masks.append(given.get("mask", given.get("bias")))
         if (reason := _unfit(match.shape(masks[-1]), shape)) is not None:
             return reason
-        axes.add(len(shape) if match.shape(masks[-1]).dim() > 2 else None)
+        dims = match.shape(masks[-1]).dim()
         heads = shape[1] if len(shape) == 4 and q.dim() == 3 else heads
-    if not axes <= {None, 4 if heads is not None else q.dim()} or not isinstance(heads, (int, type(None))):
+        if len(shape) == q.dim() and not _all_same(shape, own):
+            return "masks are applied to scores whose first axes are split in another way"
+        if len(shape) == dims == 5 and q.dim() == 4 and _same(shape[2], own[1]):
+            windows = shape[1]
+        elif dims > 2:
+            axes.add(len(shape))
+    if not axes <= {4 if heads is not None else q.dim()} or any(isinstance(x, torch.SymInt) for x in (heads, windows)):
         return "masks are applied to scores of several shapes"
-    return steps, masks, heads, queries
+    return steps, masks, heads, windows, queries
 
 
 def _unfit(mask: Any, scores: tuple[Any, ...]) -> str | None:

@@ -395,7 +395,7 @@ def _mask(node: fx.Node) -> Any:
         return given["key_padding_mask"] if alone else None
     if _is_fused(node):
         fused = node.target.__self__  # type: ignore[union-attr]
-        simple = fused.fill <= LARGE and fused.heads is None and len(node.args) > 4
+        simple = fused.fill <= LARGE and fused.heads is fused.windows is None and len(node.args) > 4
         return node.args[4] if simple and fake(node.args[2]).dim() == 4 else None
     if node.target is _calls.attention and not node.args[5]:
         return node.args[3]
