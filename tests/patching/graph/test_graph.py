@@ -393,6 +393,17 @@ def test_windows_with_masks_of_their_own(fill):
     assert set(compiled.report().matched) == {"attention"}
 
 
+@pytest.mark.parametrize(("channels", "tokens"), ((48, 192), (192, 192)))
+def test_channels_that_attend_to_channels_are_left_alone(channels, tokens):
+    def attention(x):
+        return (x @ x.mT * 0.5).softmax(-1) @ x
+
+    compiled = tk.compile(attention, fullgraph=True)
+    with torch.no_grad():
+        compiled(sample(2, 4, channels, tokens, dtype=torch.float32))
+    assert compiled.report().matched == ({} if channels < tokens else {"attention": 1})
+
+
 def test_arithmetic_of_sizes_is_not_arithmetic_of_tensors():
     def windows(x):
         parts = x.view(-1, 2, 4, 16)

@@ -46,6 +46,10 @@ MIN_DENSE = 1 << 14
 """Elements from which a bool mask without a structure is made a bias once, and not in each call."""
 
 
+MAX_WIDTH = 128
+"""Of heads, if they have more features than there are keys: such scores are smaller than the queries."""
+
+
 def _scaled(name: str, tensor: Term) -> Term:
     return maybe(lambda x: x * Number(f"{name}_scale", least=1e-30), tensor)
 
@@ -289,6 +293,8 @@ def _replace(match: Match) -> Replacement | str:
         return "its dtype has no kernel"
     if not _same(q.shape[-1], kt.shape[-2]):
         return "query and key do not have the same head dimension"
+    if match.is_auto and match.size(q.shape[-1]) > max(MAX_WIDTH, match.size(kt.shape[-1])):
+        return "PyTorch's products are the faster ones where channels attend to channels"
     groups = bound.get("groups", 1)
     if groups != 1 and q.dim() != 4:
         return "heads are repeated, but query and key have no axis of heads"
