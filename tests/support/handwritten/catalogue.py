@@ -22,5 +22,4 @@ FAMILIES = [ATTENTION, LAYER_NORM, RMS_NORM, GELU_TANH, GELU_ERF, SWIGLU, ROTARY
 
 UNFOLDED = "heads are folded into the batch for one of the two products only"
 OPEN = dict.fromkeys(("attention: product bmm", "attention: product baddbmm", "attention: values bmm"), UNFOLDED)
-OPEN["rotary: by interleaved, repeated"] = "the columns of its tables are repeated, which no pattern describes"
 """Spellings that are not recognised, with the reason; one that is must leave this list."""

@@ -24,6 +24,11 @@ def _by_parts(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
+def _by_halves_of_a_view(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.reshape(*x.shape[:-1], 2, -1).unbind(dim=-2)
+    return x * torch.cat((cos, cos), -1) + torch.cat((-second, first), -1) * torch.cat((sin, sin), -1)
+
+
 def _by_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     even, odd = x[..., 0::2], x[..., 1::2]
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
@@ -51,6 +56,11 @@ ROTARY_BY: dict[str, Callable[..., Tensor]] = {
     "interleaved, repeated": lambda x, cos, sin, hc, hs: (
         x * hc.repeat_interleave(2, -1) + _interleaved(x) * hs.repeat_interleave(2, -1)
     ),
+    "interleaved, stacked": lambda x, cos, sin, hc, hs: (
+        x * torch.stack((hc, hc), -1).reshape_as(cos)
+        + torch.stack((-x[:, :, :, 1::2], x[:, :, :, ::2]), -1).reshape_as(x) * torch.stack((hs, hs), -1).view_as(sin)
+    ),
+    "halves of a view": lambda x, cos, sin, hc, hs: _by_halves_of_a_view(x, hc, hs),
     "backwards": lambda x, cos, sin, hc, hs: torch.cat(
         (x[..., :4] * hc + x[..., 4:] * hs, x[..., 4:] * hc - x[..., :4] * hs), -1
     ),
@@ -198,6 +208,16 @@ def input_of_the_rotation_is_written_no_grad(q, half_cos, half_sin):
 @trap
 def q_and_k_are_rotated(q, k, half_cos, half_sin):
     return _by_parts(q, half_cos, half_sin) @ _by_parts(k, half_cos, half_sin).mT
+
+
+@trap
+def repeated_tables_by_halves(q, half_cos, half_sin):
+    return q * half_cos.repeat_interleave(2, -1) + _rotated(q) * half_sin.repeat_interleave(2, -1)
+
+
+@trap
+def tables_of_halves_by_pairs(q, half_cos, half_sin):
+    return q * torch.cat((half_cos,) * 2, -1) + _interleaved(q) * torch.cat((half_sin,) * 2, -1)
 
 
 @trap

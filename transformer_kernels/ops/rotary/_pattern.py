@@ -9,7 +9,7 @@ from torch import Tensor
 
 from transformer_kernels.ops._operation import is_traced
 from transformer_kernels.ops._pattern import SMALL, Call, Input, Match, Pattern, Prepared, Replacement, Term
-from transformer_kernels.ops.rotary import rotary
+from transformer_kernels.ops.rotary import pairs, rotary
 
 X, COS, SIN = Input("x"), Input("cos"), Input("sin")
 
@@ -26,9 +26,9 @@ def _negative(term: Term) -> Call:
     return Call("mul", term, -1.0)
 
 
-ROTATED = Call("cat_last", _negative(_half(1)), _half(0))
-WHOLE = (X * COS) + (ROTATED * SIN)
-"""cos and sin have all columns, the second half of them equal to the first."""
+WHOLE = (X * COS) + (Call("cat_last", _negative(_half(1)), _half(0)) * SIN)
+WHOLE_PAIRS = (X * COS) + (Call("pairs", _negative(_alternate(1)), _alternate(0)) * SIN)
+"""cos and sin have all columns, those of one pair equal."""
 
 
 def _first(a: Term, b: Term) -> Term:
@@ -54,27 +54,30 @@ MIN_ELEMENTS = 1 << 17
 
 
 class Tables(NamedTuple):
-    """cos and sin of a graph as tables (L, R / 2) or (B, L, R / 2); None where their two halves differ or
+    """cos and sin of a graph as tables (L, R / 2) or (B, L, R / 2); None where the two columns of a pair differ or
     are not read, as in a recorded step.
 
     Args:
         axis: of the positions, in tables that are laid out as x.
         whole: they have all columns.
+        interleaved: the columns of a pair are next to each other.
         sign: of the angle.
     """
 
     axis: int
     whole: bool
+    interleaved: bool
     sign: float
 
     def __call__(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor] | None:
         tables = [self._table(tensor) for tensor in (cos, sin)]
         if self.whole:
-            width = cos.shape[-1] // 2
-            if is_traced(cos) or not all(torch.equal(table[..., :width], table[..., width:]) for table in tables):
+            columns = [pairs(table, table.shape[-1] // 2, self.interleaved) for table in tables]
+            if is_traced(cos) or not all(torch.equal(*both) for both in columns):
                 return None
-            tables = [table[..., :width] for table in tables]
-        cos, sin = (table.contiguous() for table in tables)
+            tables = [first for first, _ in columns]
+        wide = torch.promote_types(tables[0].dtype, torch.float32)  # exact; x may have any dtype
+        cos, sin = (table.to(wide).contiguous() for table in tables)
         return cos, sin if self.sign > 0 else -sin
 
     def _table(self, table: Tensor) -> Tensor:
@@ -90,7 +93,7 @@ class Phases(NamedTuple):
     axis: int
 
     def __call__(self, phase: Tensor) -> tuple[Tensor, Tensor] | None:
-        return Tables(self.axis, False, 1.0)(phase.real, phase.imag)
+        return Tables(self.axis, False, True, 1.0)(phase.real, phase.imag)
 
 
 class Rotate(NamedTuple):
@@ -105,9 +108,13 @@ class Rotate(NamedTuple):
     def __call__(
         self, x: Tensor, cos: Any, sin: Any, tables: tuple[Tensor, Tensor] | None, backend: str | None = None
     ) -> Tensor:
+        if x.dim() == 3:  # one head
+            return self(x.unsqueeze(1), cos, sin, tables, backend).squeeze(1)
         if tables is None:
-            first, second = x.chunk(2, -1)
-            return x * cos + torch.cat((-second, first), -1) * sin
+            first, second = pairs(x, x.shape[-1] // 2, self.interleaved)
+            both = (-second, first)
+            swapped = torch.stack(both, -1).flatten(-2) if self.interleaved else torch.cat(both, -1)
+            return x * cos + swapped * sin
         x = x if x.dtype is self.dtype else x.to(self.dtype)
         heads = x if self.axis == 2 else x.transpose(1, 2)
         out = rotary(heads, heads[:, :0], *tables, interleaved=self.interleaved, backend=backend)[0]
@@ -117,8 +124,8 @@ class Rotate(NamedTuple):
 def _replace(whole: bool, interleaved: bool, sign: float = 1.0) -> Any:
     def replace(match: Match) -> Replacement | str:
         bound, x, cos, sin = match.bound, match.fake("x"), match.fake("cos"), match.fake("sin")
-        if x.dim() != 4 or not match.has_kernel(x.dtype, match.dtype) or str(cos.shape) != str(sin.shape):
-            return "its input is not (B, H, L, D) of a dtype with a kernel"
+        if x.dim() not in (3, 4) or not match.has_kernel(x.dtype, match.dtype) or str(cos.shape) != str(sin.shape):
+            return "its input is not (B, H, L, D) or (B, L, D) of a dtype with a kernel"
         if torch.promote_types(x.dtype, match.dtype) is not match.dtype or cos.requires_grad or sin.requires_grad:
             return "its dtype is narrower than the input's, or its table has a gradient"
         if str(cos.shape[-1] * (1 if whole else 2)) != str(x.shape[-1]):
@@ -129,7 +136,7 @@ def _replace(whole: bool, interleaved: bool, sign: float = 1.0) -> Any:
         if match.is_auto and match.size(*x.shape) < MIN_ELEMENTS // (2 if match.trains else 1):
             return SMALL
         rotate = Rotate(axis, interleaved, whole, sign, match.dtype)
-        tables = Prepared(Tables(axis, whole, sign), (bound["cos"], bound["sin"]))
+        tables = Prepared(Tables(axis, whole, interleaved, sign), (bound["cos"], bound["sin"]))
         return Replacement(rotate, (bound["x"], bound["cos"], bound["sin"], tables))
 
     return replace
@@ -153,6 +160,8 @@ def _by_phase(match: Match) -> Replacement | str:
 def _axis(x: Any, table: Any) -> int | None:
     """The axis of positions in x (B, H, L, D) or (B, L, H, D), seen from a table that broadcasts to it."""
     shape = (*(1,) * (4 - table.dim()), *table.shape)
+    if x.dim() == 3:
+        return 2 if str(shape[:-1]) == str((1, 1, x.shape[1])) and str(x.shape[1]) != "1" else None
     for axis, heads in ((2, 1), (1, 2)):
         positions = str(shape[axis]) == str(x.shape[axis]) and shape[heads] == 1 and str(x.shape[axis]) != "1"
         if positions and str(shape[0]) in ("1", str(x.shape[0])):
@@ -162,6 +171,7 @@ def _axis(x: Any, table: Any) -> int | None:
 
 PATTERNS = (
     Pattern("rotary", WHOLE, _replace(True, False)),
+    Pattern("rotary", WHOLE_PAIRS, _replace(True, True)),
     Pattern("rotary", HALVES, _replace(False, False)),
     Pattern("rotary", BACKWARDS, _replace(False, False, -1.0)),
     Pattern("rotary", PAIRS, _replace(False, True)),
