@@ -19,6 +19,7 @@ replaced by this package's operations, and the graph runs eagerly with autograd.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,12 @@ from transformer_kernels.patching.graph._rewrite import Outcome, rewrite
 from transformer_kernels.patching.graph._tracing import trace_further
 
 __all__ = ["GraphReport", "GraphRoute", "GraphRow", "Shares", "compile", "transformer_kernels"]
+
+
+ALONE: dict[str, Any] = {
+    name: True for name in inspect.signature(torch.compile).parameters if name == "isolate_recompiles"
+}
+"""Models of one class do not share the eight compilations after which PyTorch runs eagerly, if its version can."""
 
 
 class GraphRoute:
@@ -138,7 +145,7 @@ def compile(
         1
     """
     route = GraphRoute(backend, unpad)
-    compiled = torch.compile(model, backend=route, dynamic=dynamic, fullgraph=fullgraph)
+    compiled = torch.compile(model, backend=route, dynamic=dynamic, fullgraph=fullgraph, **ALONE)
     target = vars(compiled) if isinstance(compiled, nn.Module) else compiled.__dict__
     target["report"], target["shares"] = route.report, route.shares
     return compiled

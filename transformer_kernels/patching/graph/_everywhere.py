@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from transformer_kernels.patching.graph import GraphRoute
+from transformer_kernels.patching.graph import ALONE, GraphRoute
 
 
 class CompiledEverywhere:
@@ -40,7 +40,7 @@ class CompiledEverywhere:
         if isinstance(module, torch.jit.ScriptModule):
             self._failed[type(module).__name__] = "it is a TorchScript module"
             return
-        module.compile(backend=self.route)
+        module.compile(backend=self.route, **ALONE)
 
     def line(self) -> str:
         """The report on one line, with what could not be compiled."""
