@@ -97,6 +97,36 @@ def rotary_complex(x):
     return torch.view_as_real(pairs * torch.polar(torch.ones_like(ANGLES), ANGLES)[:, None]).flatten(3)
 
 
+def rotary_of_one_head(x):
+    cos, sin = torch.cat((ANGLES,) * 8, -1)[None].cos(), torch.cat((ANGLES,) * 8, -1)[None].sin()
+    return x * cos + torch.cat((-x[..., 8:], x[..., :8]), -1) * sin
+
+
+def one_head_of_keys(x):
+    q, k = x.view(2, 8, 4, 4).transpose(1, 2), x[:, None, :, :4]
+    return (q @ k.mT / 2).masked_fill(CAUSAL, -math.inf).softmax(-1) @ k
+
+
+def keys_without_heads(x):
+    q, k = x.view(2, 8, 4, 4).transpose(1, 2), x[..., :4]
+    weights = torch.einsum("b h i d, b j d -> b h i j", q * 0.5, k).masked_fill(CAUSAL, -1e9).softmax(-1)
+    return torch.einsum("b h i j, b j d -> b h i d", weights, k)
+
+
+def weights_averaged(x):
+    weights = torch.softmax(x @ x.mT / 4, -1)
+    weights.mean(1)
+    return weights.type_as(weights + 1) @ x
+
+
+def biases_of_both_shapes(x):
+    q = x.view(2, 8, 4, 4).transpose(1, 2).reshape(8, 8, 4)
+    distances = torch.arange(8, dtype=x.dtype) * torch.linspace(0.1, 1, 8, dtype=x.dtype)[:, None, None]
+    scores = torch.baddbmm(input=distances, batch1=q, batch2=q.mT, beta=1.0, alpha=0.5).view(2, 4, 8, 8)
+    hidden = torch.zeros(2, 1, 8, 8, dtype=x.dtype).masked_fill(PADDING[:, None, None], -1e30)
+    return torch.bmm(F.softmax(scores + hidden, -1).view(8, 8, 8), q)
+
+
 SPELLINGS = {
     "layer_norm by products": (by_two_products, "layer_norm"),
     "layer_norm by var_mean": (by_var, "layer_norm"),
@@ -116,6 +146,11 @@ SPELLINGS = {
     "where": (scores_by_where, "attention"),
     "heads in the batch": (heads_in_the_batch, "attention"),
     "rotary with whole tables": (rotary_whole, "rotary"),
+    "rotary of one head": (rotary_of_one_head, "rotary"),
+    "one head of keys": (one_head_of_keys, "attention"),
+    "keys without heads": (keys_without_heads, "attention"),
+    "an average of the weights that is not used": (weights_averaged, "attention"),
+    "biases of both shapes": (biases_of_both_shapes, "attention"),
     "rotary by halves": (rotary_halves, "rotary"),
     "rotary by pairs": (rotary_pairs, "rotary"),
     "rotary by complex numbers": (rotary_complex, "rotary"),
@@ -151,6 +186,28 @@ def test_spellings(name):
     compiled = tk.compile(function, backend="torch", fullgraph=True)
     assert_same(function, compiled, sample(2, 8, 16))
     assert compiled.report().matched == {operation: 1}
+
+
+def test_tables_of_a_narrower_dtype():
+    def function(x):
+        x = x.view(2, 8, 4, 4)
+        cos, sin = (table.bfloat16()[:, None] for table in (ANGLES.cos(), ANGLES.sin()))
+        first, second = x.chunk(2, -1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+    x = torch.randn(2, 8, 16)
+    for backend in ("torch", "cpu"):
+        compiled = tk.compile(function, backend=backend)
+        torch.testing.assert_close(compiled(x), function(x))
+        assert compiled.report().matched == {"rotary": 1}
+
+
+@pytest.mark.skipif(not graph.ALONE, reason="this version of PyTorch counts the compilations of a class")
+def test_models_of_one_class_do_not_share_the_limit_of_compilations():
+    for width in range(16, 16 * (torch._dynamo.config.recompile_limit + 3), 16):
+        compiled = tk.compile(nn.Sequential(nn.LayerNorm(width)), backend="torch")
+        compiled(torch.randn(2, width))
+        assert compiled.report().matched == {"layer_norm": 1}, width
 
 
 def test_a_backend_without_float64_leaves_it():

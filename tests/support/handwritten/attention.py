@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -68,6 +69,8 @@ AFTER: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "/ k.size ** 0.5": lambda s, k: s / k.size(-1) ** 0.5,
     "torch.div": lambda s, k: torch.div(s, math.sqrt(k.shape[-1])),
     "/ tensor": lambda s, k: s / torch.sqrt(torch.tensor(k.shape[-1], dtype=s.dtype)),
+    "/ np.sqrt": lambda s, k: s / np.sqrt(D),
+    "capped": lambda s, k: 2.0 * torch.tanh(s * SCALE / 2.0),
     "in place": lambda s, k: _in_place(s),
     "div_": lambda s, k: _divided_in_place(s),
     "reversed": lambda s, k: 0.25 * s,
@@ -90,6 +93,16 @@ FACTORS: dict[str, Callable[..., Tensor]] = {
 
 def _filled(s: Tensor, hidden: Tensor) -> Tensor:
     s.masked_fill_(hidden, -math.inf)
+    return s
+
+
+def _assigned(s: Tensor, index: Any) -> Tensor:
+    s[index] = -math.inf
+    return s
+
+
+def _added_to_columns(s: Tensor) -> Tensor:
+    s[:, :, :, -L:] += torch.full((L, L), -math.inf, dtype=s.dtype).triu(1)
     return s
 
 
@@ -122,6 +135,12 @@ MASKS: dict[str, Callable[..., Tensor]] = {
     "padding -1e9": lambda s, pad, causal, mask: s.masked_fill(pad == 1, -1e9),
     "padding in place": lambda s, pad, causal, mask: _filled(s, pad),
     "padding added": lambda s, pad, causal, mask: s + (1.0 - (~pad).to(s.dtype)) * -10000.0,
+    "positions assigned": lambda s, pad, causal, mask: _assigned(s, (..., *torch.triu_indices(L, L, 1).unbind(0))),
+    "mask assigned": lambda s, pad, causal, mask: _assigned(s, (slice(None), slice(None), causal)),
+    "any assigned": lambda s, pad, causal, mask: _assigned(s, mask.expand_as(s)),
+    "added to all columns": lambda s, pad, causal, mask: _added_to_columns(s),
+    "ones_like": lambda s, pad, causal, mask: s.masked_fill(torch.ones_like(s).tril() == 0, -math.inf),
+    "padding expanded": lambda s, pad, causal, mask: s.masked_fill(pad.expand_as(s), -1e9),
     "both": lambda s, pad, causal, mask: s.masked_fill(pad, -math.inf).masked_fill(causal, -math.inf),
     "or": lambda s, pad, causal, mask: s.masked_fill(pad | _triangle(s), -1e9),
     "any": lambda s, pad, causal, mask: s.masked_fill(mask, -math.inf),

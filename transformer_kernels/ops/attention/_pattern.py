@@ -17,6 +17,7 @@ from transformer_kernels.ops._crossovers import prefers_torch
 from transformer_kernels.ops._operation import is_traced
 from transformer_kernels.ops._pattern import (
     HOLE,
+    SMALL,
     Applied,
     Call,
     Input,
@@ -67,6 +68,7 @@ SCORES = Steps(
         "scale": HOLE * Number("by", least=1e-30),
         "times": HOLE * Input("factor"),
         "over": HOLE / Input("factor"),
+        "softcap": Call("mul", Call("tanh", HOLE), Number("cap", least=1e-30)),
         "fill": Call("masked_fill", HOLE, Option("mask"), Number("value")),
         "bias": HOLE + Option("bias"),
         "view": Call("batch_view", HOLE, Option("viewed")),
@@ -82,10 +84,16 @@ FACTORS: dict[str, Any] = {"times": torch.mul, "over": torch.div}
 
 
 class Step(NamedTuple):
-    """An operation on the scores: kind "scale", "fill" or "bias", with its number; a mask is the next tensor."""
+    """An operation on the scores: kind "scale", "softcap", "fill" or "bias", with its number; masks in their order."""
 
     kind: str
     number: float
+    heads: int | None = None
+    """By which the first axis of its mask is split: it is applied to scores of three axes, other masks to four."""
+
+    @property
+    def has_mask(self) -> bool:
+        return self.kind in ("fill", "bias")
 
 
 class Known(NamedTuple):
@@ -117,6 +125,10 @@ class Masks(NamedTuple):
         Where a row has no visible key, a fill of -1e9 gives a uniform row and -inf NaN, but `attention` gives 0: such
         masks are applied as they are written.
         """
+        owners = [step.heads for step in self.steps if step.has_mask]
+        masks = tuple(
+            x if heads is None else x.unflatten(0, (-1, heads)) for x, heads in zip(masks, owners, strict=True)
+        )
         hidden, bias = self._combined(masks)
         if self.windows is not None:
             hidden, bias = (x if x is None else joined(x, *self.windows) for x in (hidden, bias))
@@ -157,6 +169,7 @@ class Masks(NamedTuple):
         for step in reversed(self.steps):
             if step.kind == "scale":
                 later *= step.number
+            if not step.has_mask:
                 continue
             mask = self._broadcast(remaining.pop())
             if step.kind == "fill":
@@ -203,6 +216,8 @@ def as_written(steps: tuple[Step, ...], p: float, q: Tensor, k: Tensor, v: Tenso
     for step in steps:
         if step.kind == "scale":
             scores = scores * step.number
+        elif step.kind == "softcap":
+            scores = scores.tanh() * step.number
         elif step.kind == "fill":
             scores = scores.masked_fill(next(given), step.number)
         else:
@@ -225,6 +240,7 @@ class Fused(NamedTuple):
     """By which the first axis of q, k and v is split, where masks need heads that the products do not have."""
     windows: int | None = None
     """By which the first axis is split into images and windows, where masks differ between windows."""
+    softcap: float | None = None
 
     def __call__(
         self, q: Tensor, kt: Tensor, v: Tensor, p: float = 0.0, known: Known | None = None, backend: str | None = None
@@ -257,7 +273,7 @@ class Fused(NamedTuple):
         if self.small and not p and bounds is None:
             out = scaled_dot_product_attention(q, k, v, bias, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1])
         else:
-            options: dict[str, Any] = {"scale": self.scale, "dropout_p": p, "backend": backend}
+            options: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "dropout_p": p, "backend": backend}
             out = attention(q, k, v, attn_bias=bias, cu_seqlens=bounds, **options)  # type: ignore[assignment]
         out = out[:, 0] if dims == 3 else out
         return out if out.dtype is self.dtype else out.to(self.dtype)
@@ -296,6 +312,8 @@ def _replace(match: Match) -> Replacement | str:
     if match.is_auto and match.size(q.shape[-1]) > max(MAX_WIDTH, match.size(kt.shape[-1])):
         return "PyTorch's products are the faster ones where channels attend to channels"
     groups = bound.get("groups", 1)
+    if q.dim() == 4 and _same(kt.shape[1], 1):  # one head of keys, which the product broadcasts
+        groups = q.shape[1]
     if groups != 1 and q.dim() != 4:
         return "heads are repeated, but query and key have no axis of heads"
     shared = (kt.shape[0], kt.shape[1] * groups)[: q.dim() - 2]
@@ -314,10 +332,13 @@ def _replace(match: Match) -> Replacement | str:
     if fill > LARGE and any(step.kind == "bias" for step in steps):
         return f"scores are filled with {fill} beside a bias"
     elements = match.size(*q.shape[:-1], kt.shape[-1])
-    scale = math.prod(step.number for step in steps if step.kind == "scale")
+    softcap = next((step.number for step in steps if step.kind == "softcap"), None)
+    scale = math.prod(step.number for step in steps if not step.has_mask)
     small = match.is_auto and not match.trains and q.is_cpu
     small = small and prefers_torch("attention", elements, q.dtype.itemsize, recorded=False)
-    fused = Fused(tuple(steps), scale, match.dtype, small, fill, heads, windows)
+    if small and softcap is not None:
+        return SMALL
+    fused = Fused(tuple(steps), scale, match.dtype, small, fill, heads, windows, softcap)
     values: tuple[Any, ...] = (queries, bound["kt"], bound["v"], bound.get("p", 0.0))
     if masks:
         split = None if windows is None else (windows, q.shape[1])
@@ -330,7 +351,8 @@ def _steps(match: Match) -> tuple[list[Step], list[Any], int | None, int | None,
     bound, q, kt = match.bound, match.fake("q"), match.fake("kt")
     queries = bound["q"]
     shape: tuple[Any, ...] = (*q.shape[:-1], kt.shape[-1])
-    steps, masks, axes = [Step("scale", bound.get("q_scale", 1.0) * bound.get("k_scale", 1.0))], list[Any](), set[Any]()
+    steps = [Step("scale", bound.get("q_scale", 1.0) * bound.get("k_scale", 1.0))]
+    masks, axes = list[Any](), list[Any]()
     heads, windows, own = None, None, shape
     for kind, given in reversed(bound["steps"]):
         if kind == "view":
@@ -338,31 +360,40 @@ def _steps(match: Match) -> tuple[list[Step], list[Any], int | None, int | None,
             continue
         if kind in FACTORS:
             factor = match.shape(given["factor"])
-            if masks or not _all_same(shape, own):
-                return "a factor follows a mask or a view"
+            if masks or not _all_same(shape, own) or any(step.kind == "softcap" for step in steps):
+                return "a factor follows a mask, a softcap or a view"
             if factor.dim() and (reason := _unfit(factor, (*q.shape[:-1], 1))) is not None:
                 return reason.replace("mask", "factor")
             queries = Applied(FACTORS[kind], (queries, given["factor"]))
             continue
-        number = given.get("by", given.get("value", 1.0))
+        number = given.get("by", given.get("cap", given.get("value", 1.0)))
         if kind == "fill" and number > SMALL_FILL:
             return f"scores are filled with {number}, not with minus infinity"
+        later = [step.kind for step in steps[1:] if step.kind != "scale"]
+        if (kind == "softcap" and later) or (kind == "scale" and "softcap" in later):
+            return "a softcap is followed by another scale, or follows a mask"
         steps.append(Step(kind, number))
-        if kind == "scale":
+        if not steps[-1].has_mask:
             continue
         masks.append(given.get("mask", given.get("bias")))
-        if (reason := _unfit(match.shape(masks[-1]), shape)) is not None:
+        mask = match.shape(masks[-1])
+        if (reason := _unfit(mask, shape)) is not None:
             return reason
-        dims = match.shape(masks[-1]).dim()
+        dims = mask.dim()
         heads = shape[1] if len(shape) == 4 and q.dim() == 3 else heads
         if len(shape) == q.dim() and not _all_same(shape, own):
             return "masks are applied to scores whose first axes are split in another way"
         if len(shape) == dims == 5 and q.dim() == 4 and _same(shape[2], own[1]):
             windows = shape[1]
-        elif dims > 2:
-            axes.add(len(shape))
-    if not axes <= {4 if heads is not None else q.dim()} or any(isinstance(x, torch.SymInt) for x in (heads, windows)):
+            axes.append(None)
+        else:
+            axes.append(len(shape) if dims > 4 or (dims > 2 and not _same(mask.shape[0], 1)) else None)
+    of_heads = {3, 4} if heads is not None else {q.dim()}
+    if not {*axes} <= {None, *of_heads} or any(isinstance(x, torch.SymInt) for x in (heads, windows)):
         return "masks are applied to scores of several shapes"
+    if heads is not None:  # masks of three axes are given four
+        split = iter(axes)
+        steps = [step._replace(heads=heads) if step.has_mask and next(split) == 3 else step for step in steps]
     return steps, masks, heads, windows, queries
 
 

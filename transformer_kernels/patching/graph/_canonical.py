@@ -47,7 +47,13 @@ ALIASES = {
     "swapaxes": "transpose", "swapdims": "transpose", "t": "transpose", "bitwise_not": "not", "logical_not": "not",
     "logical_and": "and", "logical_or": "or", "bitwise_and": "and", "bitwise_or": "or", "negative": "neg",
     "__matmul__": "matmul", "special_softmax": "softmax", "special_erf": "erf", "float_power": "pow",
+    "view_as": "view", "reshape_as": "reshape",
 }  # fmt: skip
+KEYWORDS = {
+    "other": "b", "exponent": "b", "batch1": "a", "batch2": "b", "mat1": "a", "mat2": "b", "tensor1": "a",
+    "tensor2": "b", "split_size": "size", "split_size_or_sections": "size", "dims": "d0", "train": "training",
+}  # fmt: skip
+"""Names of torch's parameters, and of the rules' where those are other ones."""
 _NAMES: dict[Any, str | None] = {}
 
 
@@ -67,6 +73,8 @@ def _function_name(target: Any) -> str | None:
     if target in OPERATORS:
         return OPERATORS[target]
     name = getattr(target, "__name__", None)
+    if type(target).__name__ == "numpy_to_tensor_wrapper":  # np.sqrt(64), a tensor without axes
+        return {"wrapped_sqrt": "sqrt", "wrapped_square": "square", "wrapped_exp": "exp"}.get(str(name))
     if name is None or not any(getattr(owner, name, None) is target for owner in OWNERS):
         return None
     return ALIASES.get(name, name)
@@ -173,7 +181,8 @@ class Canonical:
             parameters = self._overrides[node.target]
         if len(node.args) > len(parameters):
             return OPAQUE
-        given = dict(zip(parameters, node.args, strict=False)) | node.kwargs
+        given = dict(zip(parameters, node.args, strict=False))
+        given |= {word if word in parameters else KEYWORDS.get(word, word): x for word, x in node.kwargs.items()}
         if given.pop("inplace", False):
             return OPAQUE
         try:

@@ -16,15 +16,15 @@ from transformer_kernels.patching.graph._canonical import fake, name_of
 from transformer_kernels.patching.graph._writes import Writes
 
 CREATED = """
-    ones zeros full arange eye tril triu tril_indices tensor as_tensor scalar_tensor linspace ones_like zeros_like
-    full_like new_ones new_zeros new_full new_tensor
+    ones zeros full arange eye tril triu tril_indices triu_indices tensor as_tensor scalar_tensor linspace ones_like
+    zeros_like full_like new_ones new_zeros new_full new_tensor
 """
 COMPUTED = """
     add sub rsub mul div floor_divide remainder pow neg abs sqrt rsqrt reciprocal square exp log cos sin polar outer
     ger clamp minimum maximum sum cumsum eq ne lt le gt ge not and or logical_xor any all masked_fill where
 """
 ARRANGED = """
-    getitem getattr size item view reshape flatten expand expand_as repeat repeat_interleave unsqueeze squeeze
+    getitem index_put getattr size item view reshape flatten expand expand_as repeat repeat_interleave unsqueeze squeeze
     transpose permute movedim mT narrow select chunk split unbind cat stack view_as_complex view_as_real
 """
 COPIED = "contiguous clone detach float half bfloat16 double bool int long to type type_as"

@@ -4,11 +4,31 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
-from transformer_kernels.patching.graph._canonical import fake, name_of
+from transformer_kernels.patching.graph._canonical import fake, is_tensor, name_of
 from transformer_kernels.patching.graph._constants import DETERMINISTIC
 from transformer_kernels.patching.graph._writes import Writes
+
+
+def forget_values(graph: fx.Graph) -> None:
+    """Take away what is read for its dtype or its shape alone, as in mask.expand_as(scores) and x.type_as(scores)."""
+    for node in graph.nodes:
+        like = node.args[-1] if node.args else None
+        value = fake(node)
+        if not is_tensor(like) or type(value).__name__ != "FakeTensor" or node.kwargs:  # of no subclass
+            continue
+        name, sizes = name_of(node), tuple(value.shape)
+        if name in ("type_as", "to") and len(node.args) == 2 and fake(node.args[0]).device == value.device:
+            node.op, node.target, node.args = "call_method", "to", (node.args[0], value.dtype)
+        elif not all(isinstance(size, int) for size in sizes):
+            continue
+        elif name in ("expand_as", "view", "reshape") and len(node.args) == 2:
+            node.op, node.target, node.args = "call_method", str(name).removesuffix("_as"), (node.args[0], sizes)
+        elif name in ("ones_like", "zeros_like") and value.is_contiguous():
+            node.target, node.args = getattr(torch, name.removesuffix("_like")), (sizes,)
+            node.kwargs = {"dtype": value.dtype, "device": value.device}
 
 
 def merge_equal(graph: fx.Graph, writes: Writes, regions: dict[fx.Node, int]) -> None:

@@ -14,7 +14,7 @@ from transformer_kernels.ops._pattern import FLOATING, HOLE, As, Call, Either, I
 from transformer_kernels.patching.graph._canonical import Canonical, Expr, fake, hint, is_tensor, number
 
 COMMUTATIVE = ("add", "mul")
-DEFERRED = ("permute", "not", "mul")
+DEFERRED = ("permute", "unsqueeze", "not", "mul")
 """Expressions that a replacement may receive: they become nodes again."""
 
 TRANSPARENT = ("id", "cast")
@@ -86,7 +86,8 @@ def shape_of(value: Any) -> Any:
     """The fake tensor of a node, or of a view or a negation of one; None for other expressions."""
     if isinstance(value, Expr):
         inner = shape_of(value.args[0]) if value.op in DEFERRED else None
-        return inner.permute(value.args[1]) if inner is not None and value.op == "permute" else inner
+        moved = inner is not None and value.op in ("permute", "unsqueeze")
+        return getattr(inner, value.op)(value.args[1]) if moved else inner
     return fake(value) if is_tensor(value) else None
 
 
@@ -126,10 +127,10 @@ class Matcher:
             yield from self._call(term, value, state)
 
     def _input(self, term: Input, value: Any, state: State) -> Iterator[State]:
-        permuted = isinstance(value, Expr) and value.op in DEFERRED and is_tensor(value.args[0])
-        if not permuted and not is_tensor(value):
+        deferred = isinstance(value, Expr) and shape_of(value) is not None
+        if not deferred and not is_tensor(value):
             return
-        if term.dims is not None and (permuted or fake(value).dim() != term.dims):
+        if term.dims is not None and (deferred or fake(value).dim() != term.dims):
             return
         for spelling in self._spellings(value, term.name in state.bound):
             yield from _given(state.bind(term.name, spelling))

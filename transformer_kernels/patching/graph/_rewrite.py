@@ -19,14 +19,14 @@ from transformer_kernels.ops.rotary._pattern import PATTERNS as ROTARY
 from transformer_kernels.patching.graph._calls import PATTERNS as CALLS
 from transformer_kernels.patching.graph._canonical import Canonical, Expr, fake, name_of
 from transformer_kernels.patching.graph._checkpoint import checkpointed_parts
-from transformer_kernels.patching.graph._constants import Constants, Stored
+from transformer_kernels.patching.graph._constants import DETERMINISTIC, Constants, Stored
 from transformer_kernels.patching.graph._encoder_layer import PATTERNS as ENCODER_LAYERS
-from transformer_kernels.patching.graph._equal import merge_equal
+from transformer_kernels.patching.graph._equal import forget_values, merge_equal
 from transformer_kernels.patching.graph._match import TRANSPARENT, Found, Matcher, shape_of
 from transformer_kernels.patching.graph._multi_head import PATTERNS as MULTI_HEAD
 from transformer_kernels.patching.graph._rules import OVERRIDES, RULES
 from transformer_kernels.patching.graph._unpad import maskings
-from transformer_kernels.patching.graph._writes import Writes
+from transformer_kernels.patching.graph._writes import Writes, name_assignments, writes
 
 PATTERNS: tuple[Pattern, ...] = (
     *ATTENTIONS, *MULTI_HEAD, *ENCODER_LAYERS, *ROTARY, *NORMS, *ACTIVATIONS, *LOSSES, *CALLS,
@@ -36,6 +36,9 @@ NAMED = {"sdpa": "attention", "mha": "attention"} | {
     name: name for name in ["softmax", "encoder_layer", "layer_norm", "rms_norm", "gelu", "silu", "cross_entropy"]
 }
 """Operations that are reported if they are left to PyTorch."""
+
+UNUSED = DETERMINISTIC | RULES.keys() - {"dropout"}
+"""Operators that are removed where nothing uses their result, such as averages of weights that are not returned."""
 
 
 @dataclass
@@ -93,6 +96,9 @@ class Rewriter:
 
     def __init__(self, graph: fx.Graph, trains: bool, backend: str | None = None) -> None:
         self.graph, self.trains, self.backend, self.outcome = graph, trains, backend, Outcome()
+        forget_values(graph)
+        name_assignments(graph)
+        self._erase([node for node in reversed(graph.nodes) if name_of(node) in UNUSED and not writes(node)])
         self.regions = _regions(graph)
         self.writes = Writes(graph)
         merge_equal(graph, self.writes, self.regions)
@@ -234,8 +240,7 @@ class Rewriter:
         if not isinstance(value, Expr):
             return value
         inner = self._argument(value.args[0], place)
-        function = {"permute": torch.permute, "not": torch.logical_not, "mul": torch.mul}[value.op]
-        return self._call(function, (inner, *value.args[1:]), {}, place, shape_of(value))
+        return self._call(_operator(value), (inner, *value.args[1:]), {}, place, shape_of(value))
 
     def _prepare(self, prepared: Prepared, place: fx.Node) -> fx.Node:
         known = (prepared.function, prepared.values)
@@ -317,11 +322,13 @@ def _evaluated(value: Any, values: tuple[Any, ...]) -> Any:
     if isinstance(value, _Slot):
         return values[value.index]
     if isinstance(value, Expr):
-        inner = _evaluated(value.args[0], values)
-        if value.op == "permute":
-            return inner.permute(value.args[1])
-        return inner.logical_not() if value.op == "not" else inner * value.args[1]
+        return _operator(value)(_evaluated(value.args[0], values), *value.args[1:])
     return value
+
+
+def _operator(value: Expr) -> Any:
+    """torch's function of a deferred expression."""
+    return getattr(torch, {"not": "logical_not"}.get(value.op, value.op))
 
 
 def _nodes(value: Any) -> Iterator[fx.Node]:

@@ -155,7 +155,7 @@ def _baddbmm(c: Canonical, node: fx.Node, input: Any, a: Any, b: Any, beta: Any 
 
 
 def _einsum(c: Canonical, node: fx.Node, equation: Any, *operands: Any) -> Expr | None:
-    """A batched product, as matmul of permuted operands."""
+    """A batched product, as matmul of permuted operands, the second of which may have one axis less."""
     if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
         operands = tuple(operands[0])
     if not isinstance(equation, str) or len(operands) != 2 or equation.count("->") != 1:
@@ -175,18 +175,15 @@ def _einsum(c: Canonical, node: fx.Node, equation: Any, *operands: Any) -> Expr 
         return None
     batch = [label for label in left if label in right and label in output]
     summed = [label for label in left if label in right and label not in output]
-    rows = [label for label in left if label not in right]
+    rows = [label for label in output if label not in right]
     columns = [label for label in right if label not in left]
-    if not (len(summed) == len(rows) == len(columns) == 1) or set(output) != {*batch, *rows, *columns}:
+    if not (len(summed) == len(columns) == 1 <= len(rows) <= 2) or set(output) != {*batch, *rows, *columns}:
         return None
-    product = Expr(
-        "matmul",
-        (
-            _permuted(operands[0], left, [*batch, *rows, *summed]),
-            _permuted(operands[1], right, [*batch, *summed, *columns]),
-        ),
-    )
     natural = [*batch, *rows, *columns]
+    second = _permuted(operands[1], right, [*batch, *summed, *columns])
+    if len(rows) == 2:  # one head of keys for all heads of queries
+        second = Expr("unsqueeze", (second, len(batch)))
+    product = Expr("matmul", (_permuted(operands[0], left, [*batch, *rows, *summed]), second))
     return product if list(output) == natural else Expr("permute", (product, tuple(natural.index(x) for x in output)))
 
 
@@ -449,17 +446,15 @@ def _stack(c: Canonical, node: fx.Node, tensors: Any, dim: Any = 0) -> Expr | No
 
 
 def _unbind(c: Canonical, node: fx.Node, input: Any, dim: Any = 0) -> Expr | None:
-    """The even and the odd columns of x.reshape(..., -1, 2)."""
-    if (
-        not isinstance(input, fx.Node)
-        or not _last(dim, input)
-        or name_of(input) not in ("view", "reshape", "unflatten")
-    ):
+    """The even and the odd columns of x.reshape(..., -1, 2), or the halves of x.reshape(..., 2, -1)."""
+    if not isinstance(input, fx.Node) or name_of(input) not in ("view", "reshape", "unflatten"):
         return None
     x, split = input.args[0], fake(input)
-    if not is_tensor(x) or split.shape[-1] != 2 or fake(x).dim() != split.dim() - 1:
+    axis = dim % split.dim() - split.dim()
+    if not is_tensor(x) or axis < -2 or split.shape[axis] != 2 or fake(x).dim() != split.dim() - 1:
         return None
-    return Expr("alternates", (x,), (input,)) if same_shape(fake(x).shape[:-1], split.shape[:-2]) else None
+    name = "alternates" if axis == -1 else "halves"
+    return Expr(name, (x,), (input,)) if same_shape(fake(x).shape[:-1], split.shape[:-2]) else None
 
 
 def _getitem(c: Canonical, node: fx.Node, input: Any, index: Any) -> Expr | None:
@@ -471,15 +466,16 @@ def _getitem(c: Canonical, node: fx.Node, input: Any, index: Any) -> Expr | None
         return Expr("var", inner.args, (input,)) if index == 0 else Expr("mean", inner.args[:1], (input,))
     if inner.op in FLAT and index in ((Ellipsis, None), (*(slice(None),) * fake(input).dim(), None)):
         return Expr(inner.op.removesuffix("_flat"), inner.args, (input, *inner.via))
-    if not is_tensor(input) or not isinstance(index, tuple) or Ellipsis not in index[:1]:
-        return Expr("half", (inner.args[0], index), (input,)) if inner.op == "halves" and index in (0, 1) else None
-    width = fake(input).shape[-1]
-    if len(index) != 2 or not isinstance(index[1], slice) or not isinstance(width, int):
+    if inner.op == "halves" and index in (0, 1):
+        return Expr("half", (inner.args[0], index), (input, *inner.via))
+    if not is_tensor(input) or not isinstance(index, tuple) or not isinstance(index[-1], slice):
         return None
-    start, stop, step = index[1].start, index[1].stop, index[1].step
-    if any(isinstance(value, fx.Node) for value in (start, stop, step)):
+    width, columns = fake(input).shape[-1], index[-1]
+    if index[:-1] not in ((Ellipsis,), (slice(None),) * (fake(input).dim() - 1)) or not isinstance(width, int):
         return None
-    start, stop, step = index[1].indices(width)
+    if any(isinstance(value, fx.Node) for value in (columns.start, columns.stop, columns.step)):
+        return None
+    start, stop, step = columns.indices(width)
     if step == 2 and start in (0, 1) and stop == width:
         return Expr("alternate", (input, start))
     if step == 1 and (start, stop) == (0, width):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from transformer_kernels.patching.graph._canonical import fake, name_of
+from transformer_kernels.patching.graph._canonical import fake, is_tensor, name_of, number
 
 FUNCTIONAL = {
     operator.iadd: operator.add,
@@ -26,6 +26,70 @@ KNOWN = ("masked_fill_", "add_", "sub_", "mul_", "div_", "pow_", "relu_", "sigmo
 """In-place methods whose functional form has the same name without the last character."""
 
 KEY = "transformer_kernels_in_place"
+
+
+def name_assignments(graph: fx.Graph) -> None:
+    """Assignments of a number to elements, x[index] = -inf, as `masked_fill_`; of all elements to themselves, removed.
+
+    x[:] += y is three operators: a view of all elements, an addition in place, and an assignment of the sum.
+    """
+    for node in list(graph.nodes):
+        target = node.args[0] if node.target in (operator.getitem, operator.setitem) else None
+        if not isinstance(target, fx.Node) or not is_tensor(target):
+            continue
+        if node.target is operator.getitem:
+            alike = is_tensor(node) and fake(node).requires_grad == fake(target).requires_grad
+            if alike and target.op != "placeholder" and _is_alias(fake(node), fake(target)):
+                node.replace_all_uses_with(target)
+                graph.erase_node(node)
+            continue
+        _, index, value = node.args
+        if is_tensor(value) and _is_alias(fake(value), fake(target)):
+            graph.erase_node(node)
+        elif number(value) is not None and fake(target).is_floating_point():
+            with graph.inserting_before(node):
+                if (mask := _chosen(graph, target, index if isinstance(index, tuple) else (index,))) is not None:
+                    filled = graph.call_method("masked_fill_", (target, mask, value))
+                    filled.meta["example_value"] = fake(target)
+                    graph.erase_node(node)
+
+
+def _chosen(graph: fx.Graph, target: fx.Node, index: tuple[Any, ...]) -> fx.Node | None:
+    """A bool mask, which broadcasts to the target, of the elements at an index of one mask or of constant positions."""
+    every = len(index)
+    while every and index[every - 1] not in (Ellipsis, slice(None)):
+        every -= 1
+    given, dims = index[every:], fake(target).dim()
+    if (
+        any(item not in (Ellipsis, slice(None)) for item in index[:every])
+        or not given
+        or not all(map(is_tensor, given))
+    ):
+        return None
+    kept = dims - sum(fake(item).dim() if fake(item).dtype is torch.bool else 1 for item in given)
+    if kept != every if Ellipsis not in index else kept < every - 1:
+        return None
+    if len(given) == 1 and fake(given[0]).dtype is torch.bool:
+        return given[0]
+    sizes = fake(target).shape[kept:]
+    if not all(isinstance(size, int) for size in sizes) or not all(_is_constant(item) for item in given):
+        return None
+    made = []
+    for function, shape in ((torch.zeros, sizes), (torch.ones, ())):
+        made.append(
+            graph.call_function(function, (tuple(shape),), {"dtype": torch.bool, "device": fake(target).device})
+        )
+        made[-1].meta["example_value"] = fake(target).new_empty(shape, dtype=torch.bool)
+    mask = graph.call_method("index_put", (made[0], tuple(given), made[1]))
+    mask.meta["example_value"] = fake(target).new_empty(sizes, dtype=torch.bool)
+    return mask
+
+
+def _is_constant(node: fx.Node) -> bool:
+    """Whether a tensor of integers depends on sizes alone."""
+    if node.op not in ("call_function", "call_method") or getattr(fake(node), "dtype", None) is torch.bool:
+        return False
+    return name_of(node) in ("triu_indices", "tril_indices", "arange") or all(map(_is_constant, node.all_input_nodes))
 
 
 class Writes:
@@ -43,7 +107,7 @@ class Writes:
         self._sharing: dict[fx.Node, list[fx.Node]] = {}
         self.unknown: list[int] = []
         for node in list(graph.nodes):
-            if _writes(node):
+            if writes(node):
                 self._write(node)
             elif _may_write(node):
                 self.unknown.append(self._positions[node])
@@ -135,6 +199,11 @@ def _storages(value: Any) -> list[int]:
         return []
 
 
+def _is_alias(value: Tensor, other: Tensor) -> bool:
+    """The same elements in the same memory."""
+    return _storages(value) == _storages(other) != [] and _is_whole(value, other)
+
+
 def _is_whole(value: Any, other: Tensor) -> bool:
     """The same elements, as far as is known without a guard."""
     if not isinstance(value, Tensor) or value.dim() != other.dim() or value.dtype is not other.dtype:
@@ -149,7 +218,8 @@ def _target(node: fx.Node) -> Any:
     return node.args[0] if node.args else node.kwargs.get("input")
 
 
-def _writes(node: fx.Node) -> bool:
+def writes(node: fx.Node) -> bool:
+    """Whether an operator writes to one of its arguments."""
     if node.op not in ("call_function", "call_method"):
         return False
     name = name_of(node) or ""
