@@ -188,6 +188,37 @@ def test_spellings(name):
     assert compiled.report().matched == {operation: 1}
 
 
+def view_without_a_gradient(x):
+    with torch.no_grad():
+        view = x[:]
+    x = x * 2
+    with torch.no_grad():
+        doubled = x[:]
+    return x + view + doubled
+
+
+def assigned_without_a_gradient(x):
+    x = x * 2
+    with torch.no_grad():
+        view = x[:]
+    x[:] = view
+    return x * 3
+
+
+def view_written_before_it_is_read(x):
+    scores = x @ x.mT
+    view = scores[:]
+    scores[..., CAUSAL] = 0.0
+    return view @ x
+
+
+@pytest.mark.parametrize(
+    "function", (view_without_a_gradient, assigned_without_a_gradient, view_written_before_it_is_read)
+)
+def test_views_of_all_elements(function):
+    assert_same(function, tk.compile(function, backend="torch"), sample(2, 8, 16))
+
+
 def test_tables_of_a_narrower_dtype():
     def function(x):
         x = x.view(2, 8, 4, 4)

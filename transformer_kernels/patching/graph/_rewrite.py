@@ -97,7 +97,7 @@ class Rewriter:
     def __init__(self, graph: fx.Graph, trains: bool, backend: str | None = None) -> None:
         self.graph, self.trains, self.backend, self.outcome = graph, trains, backend, Outcome()
         forget_values(graph)
-        name_assignments(graph)
+        name_assignments(graph, _regions(graph))
         self._erase([node for node in reversed(graph.nodes) if name_of(node) in UNUSED and not writes(node)])
         self.regions = _regions(graph)
         self.writes = Writes(graph)

@@ -28,7 +28,7 @@ KNOWN = ("masked_fill_", "add_", "sub_", "mul_", "div_", "pow_", "relu_", "sigmo
 KEY = "transformer_kernels_in_place"
 
 
-def name_assignments(graph: fx.Graph) -> None:
+def name_assignments(graph: fx.Graph, regions: dict[fx.Node, int]) -> None:
     """Assignments of a number to elements, x[index] = -inf, as `masked_fill_`; of all elements to themselves, removed.
 
     x[:] += y is three operators: a view of all elements, an addition in place, and an assignment of the sum.
@@ -37,18 +37,17 @@ def name_assignments(graph: fx.Graph) -> None:
         target = node.args[0] if node.target in (operator.getitem, operator.setitem) else None
         if not isinstance(target, fx.Node) or not is_tensor(target):
             continue
-        if node.target is operator.getitem:
-            alike = is_tensor(node) and fake(node).requires_grad == fake(target).requires_grad
-            if alike and target.op != "placeholder" and _is_alias(fake(node), fake(target)):
-                node.replace_all_uses_with(target)
-                graph.erase_node(node)
-            continue
-        _, index, value = node.args
+        value = node if node.target is operator.getitem else node.args[2]
         if is_tensor(value) and _is_alias(fake(value), fake(target)):
+            if target.op == "placeholder" or len({regions[each] for each in (node, value, target)}) > 1:
+                continue  # a view without a gradient is another value
+            if value is node:
+                node.replace_all_uses_with(target)
             graph.erase_node(node)
-        elif number(value) is not None and fake(target).is_floating_point():
+        elif value is not node and number(value) is not None and fake(target).is_floating_point():
             with graph.inserting_before(node):
-                if (mask := _chosen(graph, target, index if isinstance(index, tuple) else (index,))) is not None:
+                index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+                if (mask := _chosen(graph, target, index)) is not None:
                     filled = graph.call_method("masked_fill_", (target, mask, value))
                     filled.meta["example_value"] = fake(target)
                     graph.erase_node(node)
@@ -201,7 +200,8 @@ def _storages(value: Any) -> list[int]:
 
 def _is_alias(value: Tensor, other: Tensor) -> bool:
     """The same elements in the same memory."""
-    return _storages(value) == _storages(other) != [] and _is_whole(value, other)
+    alike = _storages(value) == _storages(other) != [] and value.requires_grad == other.requires_grad
+    return alike and _is_whole(value, other)
 
 
 def _is_whole(value: Any, other: Tensor) -> bool:
