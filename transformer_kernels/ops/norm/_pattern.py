@@ -79,7 +79,12 @@ class Ones(NamedTuple):
 
 def _weight(match: Match, x: str = "x") -> Any:
     rows, weight = match.fake(x), match.bound.get("weight")
-    return Prepared(Ones(rows.shape[-1], rows.dtype, rows.device), ()) if weight is None else weight
+    return Prepared(Ones(_columns(match, x), rows.dtype, rows.device), ()) if weight is None else weight
+
+
+def _columns(match: Match, x: str = "x") -> Any:
+    """Of the weight, if there is one: those of the rows may be a symbol that equals them."""
+    return match.fake(x if match.bound.get("weight") is None else "weight").shape[-1]
 
 
 def _unfit(match: Match, *names: str) -> str | None:
@@ -101,7 +106,7 @@ def _wanted(match: Match, *names: str) -> torch.dtype | str:
     """The dtype to compute in, or why the norm is left alone."""
     if (reason := _unfit(match, *names)) is not None:
         return reason
-    if not isinstance(match.fake("x").shape[-1], int):
+    if not isinstance(_columns(match), int):
         return "the number of its columns is a symbol"
     dtype = result_dtype(match, "x")
     if dtype is None:
@@ -119,7 +124,7 @@ def _layer_norm(match: Match) -> Replacement | str:
     expression = ("layer_norm", *values)
     if is_faster(match, "layer_norm", match.fake("x")):
         return Replacement(norm.layer_norm, (x, _weight(match), bias), {"eps": eps}, expression)
-    return Replacement(torch.layer_norm, (x, [match.fake("x").shape[-1]], weight, bias, eps), {}, expression)
+    return Replacement(torch.layer_norm, (x, [_columns(match)], weight, bias, eps), {}, expression)
 
 
 def _layer_norm_call(match: Match) -> Replacement | str:
@@ -158,7 +163,7 @@ def _residual(match: Match, name: str) -> str | None:
         return "the dtypes differ"
     if not all(str(x.shape) == str(summed.shape) for x in (branch, residual)):
         return "a summand broadcasts"
-    if not isinstance(summed.shape[-1], int):
+    if not isinstance(_columns(match, "summed"), int):
         return "the number of its columns is a symbol"
     dropped = "p" in bound and match.size(*summed.shape) >= MIN_DROPPED
     return None if dropped or is_faster(match, name, summed) else SMALL
