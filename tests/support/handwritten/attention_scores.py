@@ -105,6 +105,11 @@ def factor_after_a_bias(q, k, v, score_bias, head_scale):
 
 
 @trap
+def factor_after_a_softcap(q, k, v, temperature):
+    return torch.softmax((q @ k.mT * SCALE).tanh() * 5.0 / temperature, -1) @ v
+
+
+@trap
 def factor_of_keys(q, k, v, positions):
     return torch.softmax(q @ k.mT * positions[:, 0], -1) @ v
 
