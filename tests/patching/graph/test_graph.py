@@ -16,6 +16,7 @@ import transformer_kernels as tk
 from tests.support.handwritten import compare
 from tests.support.handwritten.attention import KEYS
 from transformer_kernels.patching import graph
+from transformer_kernels.patching.graph import _rewrite
 
 ROOT = Path(__file__).parents[3]
 WEIGHT, BIAS = torch.linspace(0.5, 1.5, 16, dtype=torch.float64), torch.linspace(-1, 1, 16, dtype=torch.float64)
@@ -298,8 +299,41 @@ def value_written_through_view(x):
     return torch.softmax(scores, -1) @ x
 
 
+def summed_before_the_product(x):
+    weights = torch.einsum("bxid,bjd->bij", x.view(2, 2, 4, 16), x[:, :4]).softmax(-1)
+    return torch.einsum("bij,bjd->bid", weights, x[:, :4])
+
+
+@pytest.mark.parametrize("checkpointed", (False, True))
+def test_a_graph_that_cannot_be_rewritten_runs_as_it_is(monkeypatch, checkpointed):
+    """After the matches were replaced: in the part that is checkpointed, or in all."""
+    reported = []
+
+    def fails(self):
+        reported.append(dict(self.outcome.matched))
+        if not checkpointed or len(reported) > 1:
+            raise ZeroDivisionError("planted")
+
+    def program(x):
+        first = checkpoint(scores_by_where, x, use_reentrant=False) if checkpointed else scores_by_where(x)
+        return first.tanh() + scores_by_where(x)
+
+    monkeypatch.setattr(_rewrite.Rewriter, "_report", fails)
+    compiled, x = tk.compile(program), sample(2, 8, 16, dtype=torch.float32)
+    with pytest.warns(RuntimeWarning, match="left to PyTorch: rewriting it failed.*ZeroDivisionError: planted"):
+        assert torch.equal(compiled(x), program(x))
+    assert all(found["attention"] for found in reported)
+    assert not compiled.report().matched and "planted" in str(compiled.report())
+    graphs = [part.graph for part in compiled.report.__self__._modules[0].modules() if hasattr(part, "graph")]
+    assert len(graphs) == 1 + checkpointed
+    assert sum(node.name.startswith("softmax") for found in graphs for node in found.nodes) == 2
+    with pytest.raises(Exception, match="planted"):
+        tk.compile(program, backend="torch")(x)
+
+
 LEFT_ALONE = (weights_returned, weights_written, filled_with_little, rounded_scores, other_axis, unlike_means,
-              nearly_gelu, value_written_through_view, rounded_softmax, inside_vmap)  # fmt: skip
+              nearly_gelu, value_written_through_view, rounded_softmax, inside_vmap,
+              summed_before_the_product)  # fmt: skip
 
 
 @pytest.mark.parametrize("function", LEFT_ALONE, ids=lambda function: function.__name__)

@@ -1,7 +1,7 @@
 """Attention as it is written by hand: dropout(softmax(steps(scale * q k^T))) v.
 
-A step is a scale, a factor such as a learned temperature, a mask that fills or is added, or a bias. They are described
-in order; the kernel depends on the values of the masks, which are read when the graph runs (`Masks`).
+A step is a scale, a factor such as a learned temperature, a softcap, a mask that fills or is added, or a bias. They are
+described in order; the kernel depends on the values of the masks, which are read when the graph runs (`Masks`).
 """
 
 from __future__ import annotations

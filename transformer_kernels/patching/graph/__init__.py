@@ -19,7 +19,9 @@ replaced by this package's operations, and the graph runs eagerly with autograd.
 
 from __future__ import annotations
 
+import copy
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -66,7 +68,7 @@ class GraphRoute:
     def __call__(self, graph_module: fx.GraphModule, example_inputs: list[Any], **_: Any) -> Callable[..., Any]:
         """Rewrite a graph; returns what runs it."""
         Recording.runs_compiled = True
-        self.outcomes.append(rewrite(graph_module, torch.is_grad_enabled(), self.backend, self.unpad))
+        self.outcomes.append(self._rewritten(graph_module))
         self._modules.append(graph_module)
         forward, switch = graph_module.forward, self._switch
 
@@ -74,6 +76,21 @@ class GraphRoute:
             return switch["run"](graph_module, *arguments) if switch else forward(*arguments)
 
         return run
+
+    def _rewritten(self, graph_module: fx.GraphModule) -> Outcome:
+        """Rewrite a graph; where that fails, it runs as it was given, with a warning, unless a backend is named."""
+        parts = [part for part in graph_module.modules() if isinstance(part, fx.GraphModule)]
+        before = [copy.deepcopy(part.graph) for part in parts]
+        try:
+            return rewrite(graph_module, torch.is_grad_enabled(), self.backend, self.unpad)
+        except Exception as error:
+            if self.backend is not None:
+                raise
+            for part, graph in zip(parts, before, strict=True):
+                part.graph = graph
+            reason = f"rewriting it failed, which is a fault of this package: {type(error).__name__}: {error}"
+            warnings.warn(f"compile: a graph is left to PyTorch: {reason}", RuntimeWarning, stacklevel=2)
+            return Outcome(left={("the graph", ""): reason})
 
     def report(self) -> GraphReport:
         """The matches in the graphs so far; graphs are compiled at the first call."""

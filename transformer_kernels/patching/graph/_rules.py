@@ -179,6 +179,8 @@ def _einsum(c: Canonical, node: fx.Node, equation: Any, *operands: Any) -> Expr 
     columns = [label for label in right if label not in left]
     if not (len(summed) == len(columns) == 1 <= len(rows) <= 2) or set(output) != {*batch, *rows, *columns}:
         return None
+    if set(left) != {*batch, *rows, *summed}:  # one is summed before the product
+        return None
     natural = [*batch, *rows, *columns]
     second = _permuted(operands[1], right, [*batch, *summed, *columns])
     if len(rows) == 2:  # one head of keys for all heads of queries
