@@ -16,14 +16,9 @@ error of
   sqrt(3) / 2 ulp;
 - a sum of n terms assumes pairwise or blocked summation: each term passes through log2(n) additions with errors of
   random sign, sqrt(1 + log2(n)) u sqrt(result^2 + sum of squared terms);
-- a dot product of length n assumes sequential summation in tiles of t = min(n, 192), the shortest of the libraries of
-  eager PyTorch (measured: MKL 192, OpenBLAS 320 and 448), and pairwise summation of tiles. Given the result r and the
-  sum of squared terms Q, m of its n terms in random order have a sum with the mean square (m / n)^2 r^2 +
-  m / n (1 - m / n) Q. Over all additions that is t / 2 Q + t^2 / (3 n) (r^2 - Q) within the tiles, and log2(n / t) Q +
-  2 (1 - t / n) (r^2 - Q) above them; r^2 is about Q for terms of random sign, up to n Q for terms of one sign.
-
-A single rounding is uniform. The error of a sum or a dot product consists of many: it is normal, with the variance of a
-uniform one, since the largest error of a tensor is in its tail; n roundings of one sign bound it by sqrt(n).
+- a dot product of length n assumes sequential summation in tiles of 64 and pairwise summation of tiles. After k of
+  n terms of random sign the partial sum is sqrt(k / n) times the root of the sum of squared terms, and the mean of its
+  square is one half: sqrt(min(n, 64) / 2 + log2(n / 64)) u times that root.
 
 Copies, selections and maxima are exact. The random numbers are the same each time.
 """
@@ -49,7 +44,7 @@ ROUNDINGS = {  # of one element, in half ulp
     **dict.fromkeys(("sigmoid", "sigmoid_backward", "tanh_backward"), math.sqrt(3.0)),
 }
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
-TILE = 192
+TILE = 64
 
 
 class RandomRounding(TorchDispatchMode):
@@ -67,39 +62,30 @@ class RandomRounding(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if not isinstance(result, Tensor) or result.dtype is not torch.float64:
             return result
-        if (found := self._size(func.overloadpacket.__name__, result, args, kwargs or {})) is None:
+        if (size := self._size(func.overloadpacket.__name__, result, args, kwargs or {})) is None:
             return result
-        size, length = found
         generator = self.generators.setdefault(result.device, torch.Generator(result.device).manual_seed(self.seed))
-        options: Any = {"generator": generator, "dtype": result.dtype, "device": result.device}
-        if length == 1:
-            noise = torch.rand(result.shape, **options) * 2.0 - 1.0
-        else:
-            limit = math.sqrt(length)
-            noise = (torch.randn(result.shape, **options) / math.sqrt(3.0)).clamp_(-limit, limit)
+        noise = torch.rand(result.shape, generator=generator, dtype=result.dtype, device=result.device) * 2.0 - 1.0
         error = (noise * size).nan_to_num(0.0, 0.0, 0.0)
         represented = result.float().double() == result
         return result.copy_(torch.where(represented, result, (result + error).float().double()))
 
-    def _size(self, name: str, result: Tensor, args: Any, kwargs: Any) -> tuple[Tensor, float] | None:
-        """The rounding error of each element of this step's result and its number of roundings; None if exact."""
+    def _size(self, name: str, result: Tensor, args: Any, kwargs: Any) -> Tensor | None:
+        """The bound on the rounding error of each element of this step's result; None if exact."""
         u = 2.0**-24
         if (halves := ROUNDINGS.get(name.rstrip("_"))) is not None:
-            return torch.ldexp(torch.full_like(result, halves * u / 2.0), torch.frexp(result).exponent), 1
+            return torch.ldexp(torch.full_like(result, halves * u / 2.0), torch.frexp(result).exponent)
         if name in PRODUCTS and (length := args[-1].shape[-2]) > 0:
-            squares, product = torch.matmul(args[-2].square(), args[-1].square()), torch.matmul(args[-2], args[-1])
-            tile = min(length, TILE)
-            of_squares = tile / 2 + math.log2(length / tile)
-            of_result = tile**2 / (3 * length) + 2 * (1 - tile / length)
-            added = (of_squares * squares + of_result * (product.square() - squares)).clamp_(0.0).sqrt() * u
+            squares = torch.matmul(args[-2].square(), args[-1].square())
+            added = squares.sqrt() * u * math.sqrt(min(length, TILE) / 2 + max(0.0, math.log2(length / TILE)))
             if self.dtype is torch.float32:
-                return added, length
-            return added + torch.finfo(self.dtype).eps / 2.0 * (2.0 * squares.sqrt() + result.abs()), length
+                return added
+            return added + torch.finfo(self.dtype).eps / 2.0 * (2.0 * squares.sqrt() + result.abs())
         if name in ("sum", "mean") and args[0].numel() > result.numel() > 0:
             squares = torch.ops.aten.sum(args[0].square(), *args[1:], **kwargs)
             length = args[0].numel() / result.numel()
             squares = squares / length**2 if name == "mean" else squares
-            return (squares + result.square()).sqrt() * u * math.sqrt(1.0 + math.log2(length)), length
+            return (squares + result.square()).sqrt() * u * math.sqrt(1.0 + math.log2(length))
         return None
 
 
