@@ -21,7 +21,7 @@ EXECUTED_SLOWLY = ("triton", "cuda")
 CASES_IN_ONE_DTYPE = 8
 """Number of cases per test that always run in them."""
 PARTS = min(4, EVERY)
-"""Into which TRANSFORMER_KERNELS_GATES_EVERY divides the other cases."""
+"""With TRANSFORMER_KERNELS_GATES_EVERY one in so many of the other cases runs on a day."""
 
 
 @pytest.hookimpl(tryfirst=True)  # in the order of the files
@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items):
 
     The dtype alternates between cases, so that the quick suite covers every case and every dtype of a grid (the
     interpreter has no bfloat16 products). After the eighth case of a test, every second one runs in the gates only.
-    Where the gates are thinned, a part of these cases has its turn on each day.
+    With TRANSFORMER_KERNELS_GATES_EVERY the gates run a part of these cases, another one on another day.
     """
     if torch.cuda.is_available():
         return

@@ -156,7 +156,7 @@ class Prepared(NamedTuple):
 
 
 class Applied(NamedTuple):
-    """An argument that an elementwise function computes where the match was; it has the shape of the first value.
+    """An argument computed by an elementwise function at the position of the match, of the shape of the first value.
 
     Args:
         function: torch's.

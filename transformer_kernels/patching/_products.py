@@ -104,9 +104,7 @@ class Linear(AnyLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = parameters(self, "weight", "bias")
-        if linear_is_ours(input, weight, self.backend):
-            return ops.linear(input, weight, bias, backend=self.backend)
-        return F.linear(input, weight, bias)
+        return product(input, weight, bias, self.backend)
 
 
 def adopt_linear_layers(module: nn.Module) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 from transformer_kernels._version import __version__
 from transformer_kernels.backends import dispatch
@@ -27,7 +27,7 @@ from transformer_kernels.ops._kernels import Grads, Kernels, Wanted
 from transformer_kernels.ops._operation import saved_hooks
 from transformer_kernels.verification.budget import Errors
 from transformer_kernels.verification.layers import Layers
-from transformer_kernels.verification.memory import BetweenSteps, sum_of_bits
+from transformer_kernels.verification.memory import BetweenSteps, current_recording, sum_of_bits
 from transformer_kernels.verification.nonfinite import NonFinite, first_non_finite
 from transformer_kernels.verification.recompute import PARTS, Checked, Observed, check, non_finite_row
 
@@ -213,14 +213,12 @@ class Certificate:
         if tally is None:
             elements = sum(x.numel() for x in observed.tensors())
             tally = self.operations[name] = Tally(expected=FIRST_CHECK + PER_ELEMENT * elements)
-        modes: list[Any] = _get_current_dispatch_mode_stack()
-        mode = next((mode for mode in modes if hasattr(mode, "observe")), None)
-        if mode is None:
+        if (recording := current_recording()) is None:
             is_loss = self._is_loss(observed)
             if not self._passes(tally, observed.grads is None, is_loss):
                 self._observe(name, lambda *_: observed, is_loss, backend, None)
             return
-        layer, _ = self._layers.current()  # a recording of `graphs`
+        layer, _ = self._layers.current()
         tensors, layout = pytree.tree_flatten(tuple(observed)[1:])
         # Without `observed`: autograd copies gradients that something refers to.
         operation, is_forward, is_loss = observed.operation, observed.grads is None, self._is_loss(observed)
@@ -232,13 +230,13 @@ class Certificate:
             if not self._passes(tally, is_forward, is_loss):
                 self._observe(name, seen, is_loss, backend, layer, values)
 
-        mode.observe(again, *tensors)
+        recording.observe(again, *tensors)
 
     def _is_loss(self, observed: Observed) -> bool:
         return observed.grads is None and observed.operation.name in LOSSES
 
     def _passes(self, tally: Tally, is_forward: bool, is_loss: bool) -> bool:
-        """Count a pass; whether it is one of those that are skipped, in a few instructions."""
+        """Count a pass; returns whether it is skipped, before anything is computed for it."""
         tally.calls += 1
         if is_forward and not self._was_forward:  # the next step: an optimizer may write without a new version
             self._memory.clear()
@@ -251,7 +249,7 @@ class Certificate:
     def _observe(
         self, name: str, seen: Callable[..., Observed], is_loss: bool, backend: str, layer: str | None, given: Any = ()
     ) -> None:
-        """Check the pass that `seen` returns of what is given, if that is due; `layer` None: the current one."""
+        """Check the pass `seen(*given)` if a check is due; `layer` None: the current one."""
         started, tally = time.perf_counter(), self.operations[name]
         due, is_loss = self._is_due(tally, started), is_loss and self.non_finite is None
         if due or is_loss or self._memory:

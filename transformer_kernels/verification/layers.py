@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Iterable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,10 +13,15 @@ from torch.nn.modules import module as hooks
 
 MAX_MARKS = 100_000
 COMPILED = "_orig_mod."
-"""What torch.compile puts before the paths in a module."""
+"""The prefix that torch.compile adds to paths in a module."""
 
 _sequence_number = torch._C._autograd._get_sequence_nr
 _current_node = torch._C._current_autograd_node
+
+
+def without_prefix(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """(path, module or parameter), with the path that it has without torch.compile."""
+    return ((path.replace(COMPILED, ""), owner) for path, owner in named)
 
 
 class Layers:
@@ -47,15 +53,15 @@ class Layers:
     def name(self, model: nn.Module) -> None:
         """Name the modules of a model by their paths in it, also where one of them is called alone."""
         self._model = model  # alive, so that its ids are
-        self._named |= {id(module): path.replace(COMPILED, "") for path, module in model.named_modules() if path}
+        self._named |= {id(module): path for path, module in without_prefix(model.named_modules()) if path}
 
     def path_of(self, parameter: Tensor) -> str:
-        """The path of a parameter in the named model, or in a module that has been called; its shape if it has none."""
+        """The path of a parameter in the named model, or in a module that has been called; else its shape."""
         named = [self._model] if self._named else []
         for model in (*named, *self._known):
-            for path, found in model.named_parameters():
+            for path, found in without_prefix(model.named_parameters()):
                 if found is parameter:
-                    return path.replace(COMPILED, "")
+                    return path
         return f"a tensor of {tuple(parameter.shape)}"
 
     def current(self) -> tuple[str, bool]:
@@ -72,8 +78,8 @@ class Layers:
         if not self._running:
             if module not in self._known:
                 name = type(module).__name__
-                paths = ((id(layer), path.replace(COMPILED, "")) for path, layer in module.named_modules())
-                self._known[module] = {key: path or name for key, path in paths}
+                layers = without_prefix(module.named_modules())
+                self._known[module] = {id(layer): path or name for path, layer in layers}
             self._paths = self._known[module]
         path = self._named.get(id(module)) or self._paths.get(id(module), type(module).__name__)
         self._running.append(path)

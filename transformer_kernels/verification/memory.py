@@ -14,14 +14,14 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 PART = 1 << 15
-"""At most so many elements of a tensor are summed, in steps that do not sum all."""
+"""Maximum number of elements that are summed of a tensor, unless all are."""
 
 
 class BetweenSteps:
     """Sums the bits of weights and of optimizers' state after a step of an optimizer, and again before the next one.
 
-    Only a change of one bit counts, in memory that PyTorch has not written to: programs write to `weight.data`, which
-    PyTorch does not count. On a CPU; in recorded steps too.
+    A single changed bit in a tensor of unchanged version is reported. Larger changes are not: programs write through
+    `weight.data`, which does not change the version. On a CPU; in recorded steps too.
 
     Args:
         changed: is called with the optimizer, the parameter, and the tensor's name ("" for the weight itself).
@@ -50,10 +50,8 @@ class BetweenSteps:
     def _in_each_step(self, function: Callable[[Optimizer], None], optimizer: Optimizer) -> None:
         if torch.compiler.is_compiling():
             return
-        modes: list[Any] = _get_current_dispatch_mode_stack()
-        mode = next((mode for mode in modes if hasattr(mode, "observe")), None)
-        if mode is not None:  # a recording of `graphs`
-            mode.observe(lambda: self._timed(function, optimizer))
+        if (recording := current_recording()) is not None:
+            recording.observe(lambda: self._timed(function, optimizer))
         else:
             self._timed(function, optimizer)
 
@@ -86,6 +84,12 @@ class BetweenSteps:
             difference = abs(sum_of_bits(part) - before) if part._version == version else 0
             if difference.bit_count() == 1:
                 self._changed(optimizer, parameter, name)
+
+
+def current_recording() -> Any:
+    """The active recording of `graphs`, whose `observe` adds a function to its replays; None outside of one."""
+    modes: list[Any] = _get_current_dispatch_mode_stack()
+    return next((mode for mode in modes if hasattr(mode, "observe")), None)
 
 
 def sum_of_bits(x: Tensor) -> int:

@@ -48,7 +48,7 @@ MIN_DENSE = 1 << 14
 
 
 MAX_WIDTH = 128
-"""Of heads, if they have more features than there are keys: such scores are smaller than the queries."""
+"""Maximum head dimension where it exceeds the number of keys: there the scores are smaller than the queries."""
 
 
 def _scaled(name: str, tensor: Term) -> Term:
@@ -68,7 +68,7 @@ SCORES = Steps(
         "scale": HOLE * Number("by", least=1e-30),
         "times": HOLE * Input("factor"),
         "over": HOLE / Input("factor"),
-        "softcap": Call("mul", Call("tanh", HOLE), Number("cap", least=1e-30)),
+        "softcap": Call("tanh", HOLE) * Number("cap", least=1e-30),
         "fill": Call("masked_fill", HOLE, Option("mask"), Number("value")),
         "bias": HOLE + Option("bias"),
         "view": Call("batch_view", HOLE, Option("viewed")),
@@ -89,7 +89,7 @@ class Step(NamedTuple):
     kind: str
     number: float
     heads: int | None = None
-    """By which the first axis of its mask is split: it is applied to scores of three axes, other masks to four."""
+    """The number of heads by which the first axis of a mask of three axes is split; None for other masks."""
 
     @property
     def has_mask(self) -> bool:

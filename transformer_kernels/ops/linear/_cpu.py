@@ -32,7 +32,7 @@ MIN_ROWS = 256
 MIN_ROWS_ON_AMD, MIN_PRODUCTS_ON_AMD = 32, 1 << 18
 """Rows of x, and rows times elements of the weight, from which products without an activation are worth a call."""
 MIN_ROWS_ALONE_ON_AMD = 64
-"""Rows of x from which a forward product without gradients is: in a model the weights are in no cache."""
+"""Minimum rows of x for a forward product without gradients: the weights of a model are not in a cache."""
 
 ANY = 1 << 62
 """Elements: a weight of any size."""
@@ -65,7 +65,7 @@ def multiplies(x: Tensor, weight: Tensor, recorded: bool) -> bool:
 
 @functools.cache
 def few_rows(elements: int, recorded: bool) -> int:
-    """Rows of x below which PyTorch's product with a weight of so many elements takes less time.
+    """The number of rows of x below which PyTorch's product is faster, for a weight of `elements`.
 
     A forward product alone, without gradients, is at best as fast in ours where MKL is not slow, which it is on AMD.
     """

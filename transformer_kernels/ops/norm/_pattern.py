@@ -83,7 +83,7 @@ def _weight(match: Match, x: str = "x") -> Any:
 
 
 def _columns(match: Match, x: str = "x") -> Any:
-    """Of the weight, if there is one: those of the rows may be a symbol that equals them."""
+    """The number of columns: that of the weight if there is one, since that of the rows may be an equal symbol."""
     return match.fake(x if match.bound.get("weight") is None else "weight").shape[-1]
 
 

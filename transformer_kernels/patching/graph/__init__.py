@@ -40,7 +40,7 @@ __all__ = ["GraphReport", "GraphRoute", "GraphRow", "Shares", "compile", "transf
 ALONE: dict[str, Any] = {
     name: True for name in inspect.signature(torch.compile).parameters if name == "isolate_recompiles"
 }
-"""Models of one class do not share the eight compilations after which PyTorch runs eagerly, if its version can."""
+"""Each compiled model has its own limit of recompilations, in versions of PyTorch that support that."""
 
 
 class GraphRoute:
@@ -79,13 +79,14 @@ class GraphRoute:
 
     def _rewritten(self, graph_module: fx.GraphModule) -> Outcome:
         """Rewrite a graph; where that fails, it runs as it was given, with a warning, unless a backend is named."""
+        trains = torch.is_grad_enabled()
+        if self.backend is not None:
+            return rewrite(graph_module, trains, self.backend, self.unpad)
         parts = [part for part in graph_module.modules() if isinstance(part, fx.GraphModule)]
         before = [copy.deepcopy(part.graph) for part in parts]
         try:
-            return rewrite(graph_module, torch.is_grad_enabled(), self.backend, self.unpad)
+            return rewrite(graph_module, trains, None, self.unpad)
         except Exception as error:
-            if self.backend is not None:
-                raise
             for part, graph in zip(parts, before, strict=True):
                 part.graph = graph
             reason = f"rewriting it failed, which is a fault of this package: {type(error).__name__}: {error}"

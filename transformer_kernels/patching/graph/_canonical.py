@@ -53,7 +53,7 @@ KEYWORDS = {
     "other": "b", "exponent": "b", "batch1": "a", "batch2": "b", "mat1": "a", "mat2": "b", "tensor1": "a",
     "tensor2": "b", "split_size": "size", "split_size_or_sections": "size", "dims": "d0", "train": "training",
 }  # fmt: skip
-"""Names of torch's parameters, and of the rules' where those are other ones."""
+"""The rules' names of torch's keyword arguments, where they differ."""
 _NAMES: dict[Any, str | None] = {}
 
 

@@ -13,7 +13,7 @@ from transformer_kernels.patching.graph._writes import Writes
 
 
 def forget_values(graph: fx.Graph) -> None:
-    """Take away what is read for its dtype or its shape alone, as in mask.expand_as(scores) and x.type_as(scores)."""
+    """Replace arguments of which only dtype or shape are read, as in mask.expand_as(scores) and x.type_as(scores)."""
     for node in graph.nodes:
         like = node.args[-1] if node.args else None
         value = fake(node)

@@ -38,7 +38,7 @@ NAMED = {"sdpa": "attention", "mha": "attention"} | {
 """Operations that are reported if they are left to PyTorch."""
 
 UNUSED = DETERMINISTIC | RULES.keys() - {"dropout"}
-"""Operators that are removed where nothing uses their result, such as averages of weights that are not returned."""
+"""Operators without side effects, removed if their result is unused, such as averages of weights."""
 
 
 @dataclass
