@@ -16,9 +16,18 @@ error of
   sqrt(3) / 2 ulp;
 - a sum of n terms assumes pairwise or blocked summation: each term passes through log2(n) additions with errors of
   random sign, sqrt(1 + log2(n)) u sqrt(result^2 + sum of squared terms);
-- a dot product of length n assumes sequential summation in tiles of 64 and pairwise summation of tiles. After k of
-  n terms of random sign the partial sum is sqrt(k / n) times the root of the sum of squared terms, and the mean of its
-  square is one half: sqrt(min(n, 64) / 2 + log2(n / 64)) u times that root.
+- a dot product of length n is at least uniform within sqrt(min(n, 64) / 2 + log2(n / 64)) u sqrt(Q), with Q the sum of
+  squared terms: sequential summation in tiles of 64 terms of random sign and pairwise summation of tiles;
+- beyond that it is normal, as a sum of many roundings, whose largest of many elements is in the tail. The order is the
+  one of MKL: tiles of t = min(n, 384), the longest measured, each summed in sequence and added in sequence, n / t of
+  them. Given the result r, m of its n terms in random order have a sum with the mean square (m / n)^2 r^2 +
+  m / n (1 - m / n) Q. Over all additions that is S = t / 2 Q + t^2 / (3 n) (r^2 - Q) within the tiles and, of several,
+  n / (2 t) Q + n / (3 t) (r^2 - Q) of tiles; r^2 is about Q for terms of random sign, up to n Q for terms of one sign.
+  A rounding of s is uniform within half an ulp, u |s| / mantissa, and mantissas in [1, 2) have the density
+  1 / (ln(2) mantissa), so its variance is u^2 s^2 / 3 times 3 / (8 ln 2): the standard deviation is
+  u sqrt(S / (8 ln 2)). n roundings of one sign are at most sqrt(3 n) standard deviations. RMS errors of MKL (AVX-512,
+  float32, 512 x 512 results) are 0.82 to 1.05 of it for n of 16 to 65,536 and terms of random sign, and 0.51 (n = 400,
+  two equal tiles) to 1.07 for terms of one sign. A product of a single row has longer tiles, and up to 2.3 of it.
 
 Copies, selections and maxima are exact. The random numbers are the same each time.
 """
@@ -44,7 +53,8 @@ ROUNDINGS = {  # of one element, in half ulp
     **dict.fromkeys(("sigmoid", "sigmoid_backward", "tanh_backward"), math.sqrt(3.0)),
 }
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
-TILE = 64
+TILE, SEQUENTIAL = 64, 384
+"""Terms of a dot product that are summed in sequence: of the least error, and by PyTorch's libraries (see above)."""
 
 
 class RandomRounding(TorchDispatchMode):
@@ -62,11 +72,15 @@ class RandomRounding(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if not isinstance(result, Tensor) or result.dtype is not torch.float64:
             return result
-        if (size := self._size(func.overloadpacket.__name__, result, args, kwargs or {})) is None:
+        name = func.overloadpacket.__name__
+        if (size := self._size(name, result, args, kwargs or {})) is None:
             return result
         generator = self.generators.setdefault(result.device, torch.Generator(result.device).manual_seed(self.seed))
         noise = torch.rand(result.shape, generator=generator, dtype=result.dtype, device=result.device) * 2.0 - 1.0
         error = (noise * size).nan_to_num(0.0, 0.0, 0.0)
+        if name in PRODUCTS:
+            normal = self._many_roundings(noise, name, result, args).nan_to_num(0.0, 0.0, 0.0)
+            error = torch.where(normal.abs() > error.abs(), normal, error)
         represented = result.float().double() == result
         return result.copy_(torch.where(represented, result, (result + error).float().double()))
 
@@ -87,6 +101,18 @@ class RandomRounding(TorchDispatchMode):
             squares = squares / length**2 if name == "mean" else squares
             return (squares + result.square()).sqrt() * u * math.sqrt(1.0 + math.log2(length))
         return None
+
+    def _many_roundings(self, noise: Tensor, name: str, result: Tensor, args: Any) -> Tensor:
+        """The normal error of each dot product that has the probability of its uniform noise."""
+        length = args[-1].shape[-2]
+        squares = torch.matmul(args[-2].square(), args[-1].square())
+        product = result if name in ("mm", "bmm") else torch.matmul(args[-2], args[-1])
+        tile = min(length, SEQUENTIAL)
+        tiles = length / tile if length > tile else 0.0
+        excess = product.square() - squares
+        summed = (tile + tiles) / 2 * squares + (tile**2 / length + tiles) / 3 * excess
+        deviations = (math.sqrt(2.0) * torch.erfinv(noise)).clamp(-math.sqrt(3 * length), math.sqrt(3 * length))
+        return deviations * (summed.clamp_(min=0.0) / (8.0 * math.log(2.0))).sqrt() * 2.0**-24
 
 
 class Errors(NamedTuple):
