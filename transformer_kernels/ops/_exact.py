@@ -79,6 +79,19 @@ def power(base: Tensor, exponent: Tensor) -> Tensor:
     return exp(exponent * log(base))
 
 
+def sqrt(x: Tensor) -> Tensor:
+    """The square root, rounded correctly: MKL's, which PyTorch calls, is a unit off, where depends on the processor.
+
+    It is corrected by the remainder x - y^2, which is exact (T. J. Dekker 1971).
+    """
+    y = x.sqrt()
+    scaled = y * (2.0**27 + 1.0)
+    high = scaled - (scaled - y)
+    low = y - high
+    remainder = ((x - high * high) - 2.0 * high * low) - low * low
+    return torch.where((x > 2.0**-900) & (x < 2.0**900), y + remainder / (y + y), y)
+
+
 def rounded(function: Callable[..., Tensor], *x: Tensor) -> Tensor:
     """The function of float64 copies, in the dtype of the first tensor."""
     return function(*(value.double() for value in x)).to(x[0].dtype)
@@ -91,7 +104,7 @@ def uniform(shape: Sequence[int], bits: int, generator: torch.Generator | None =
 
 def normal(shape: Sequence[int], generator: torch.Generator | None = None) -> Tensor:
     """Standard normal numbers in float64 (Box and Muller 1958)."""
-    radius = (log(1.0 - uniform(shape, 53, generator)) * -2.0).sqrt()
+    radius = sqrt(log(1.0 - uniform(shape, 53, generator)) * -2.0)
     return radius * cos(uniform(shape, 53, generator) * (2.0 * math.pi))
 
 

@@ -23,14 +23,14 @@ from transformer_kernels.ops.linear import linear
 
 EXACT = frozenset(
     """
-    _foreach_abs _foreach_add _foreach_copy _foreach_div _foreach_mul _foreach_neg _foreach_sqrt _foreach_sub
+    _foreach_abs _foreach_add _foreach_copy _foreach_div _foreach_mul _foreach_neg _foreach_sub
     _local_scalar_dense _segment_reduce_backward _to_copy _unsafe_view abs add alias all amax amin any arange argmax
     argmin as_strided cat ceil clamp clamp_max clamp_min clone constant_pad_nd copy cumsum detach diagonal div embedding
     embedding_dense_backward empty empty_like empty_strided eq equal expand fill flip floor frexp full full_like
     gather ge gt hardtanh index index_add index_copy index_put index_select isfinite isinf isnan le lift_fresh lt
     masked_fill masked_select max maximum min minimum mul ne neg new_empty new_empty_strided new_full new_ones
     new_zeros ones ones_like permute reciprocal relu repeat roll round rsub scalar_tensor scatter segment_reduce
-    select select_backward set sign slice slice_backward sort split split_with_sizes sqrt squeeze stack sub t threshold
+    select select_backward set sign slice slice_backward sort split split_with_sizes squeeze stack sub t threshold
     threshold_backward transpose tril triu trunc unbind unfold unsqueeze view where zero zeros zeros_like
     """.split()  # noqa: SIM905
 )
@@ -140,9 +140,14 @@ def _rounded(function: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
     return replacement
 
 
+def _root(x: Tensor) -> Tensor:
+    """In float64, whose last unit does not change the nearest number of fewer bits."""
+    return _exact.sqrt(x) if x.dtype is torch.float64 else _rounded(Tensor.sqrt)(x)
+
+
 def _power(base: Any, exponent: Any) -> Any:
     if not isinstance(exponent, Tensor):
-        simple = {0.5: Tensor.sqrt, 1: Tensor.clone, 2: lambda x: x * x, -1: Tensor.reciprocal, 3: lambda x: x * x * x}
+        simple = {0.5: _root, 1: Tensor.clone, 2: lambda x: x * x, -1: Tensor.reciprocal, 3: lambda x: x * x * x}
         if exponent in simple:
             return simple[exponent](base)
         return _exact.rounded(lambda x: _exact.power(x, torch.full_like(x, exponent)), base)
@@ -154,7 +159,7 @@ def _power(base: Any, exponent: Any) -> Any:
 
 
 def _inverse_root(x: Tensor) -> Tensor:
-    return x.sqrt().reciprocal()
+    return _root(x).reciprocal()
 
 
 def _sum(x: Tensor, dim: Any = (), keepdim: bool = False, dtype: torch.dtype | None = None) -> Any:
@@ -175,7 +180,7 @@ def _norm(x: Tensor, order: Any = 2, dim: Any = None, keepdim: bool = False, dty
     if order != 2 or not x.is_floating_point():
         return NotImplemented
     x = x if dtype is None else x.to(dtype)
-    return _sum(x * x, dim, keepdim).sqrt()
+    return _root(_sum(x * x, dim, keepdim))
 
 
 def _norms(tensors: Sequence[Tensor], order: Any = 2, dtype: Any = None) -> Any:
@@ -317,8 +322,8 @@ def _adamw(
     torch._foreach_mul_(squares, 1.0 - beta2)
     torch._foreach_mul_(exp_avg_sqs, beta2)
     torch._foreach_add_(exp_avg_sqs, squares)
-    size = torch._foreach_sqrt(exp_avg_sqs)
-    torch._foreach_div_(size, list(second.sqrt().float().unbind()))
+    size = [_root(x) for x in exp_avg_sqs]
+    torch._foreach_div_(size, list(_exact.sqrt(second).float().unbind()))
     torch._foreach_add_(size, eps)
     update = torch._foreach_div(exp_avgs, size)
     torch._foreach_mul_(update, list((rate / first).float().unbind()))
@@ -329,6 +334,7 @@ def _adamw(
 REPLACED: dict[str, Callable[..., Any]] = {
     **{name: _rounded(getattr(_exact, name)) for name in ("exp", "log", "sin", "cos")},
     "pow": _power,
+    "sqrt": _root,
     "rsqrt": _inverse_root,
     "sum": _sum,
     "mean": _mean,
@@ -352,6 +358,7 @@ REPLACED: dict[str, Callable[..., Any]] = {
     "addcdiv": _with_quotient,
     "_foreach_add": _of_lists(_scaled),
     "_foreach_sub": _of_lists(_less),
+    "_foreach_sqrt": _of_lists(_root),
     "_foreach_lerp": _of_lists(_interpolated),
     "_foreach_addcmul": _of_lists(_with_product),
     "_foreach_addcdiv": _of_lists(_with_quotient),
