@@ -354,7 +354,7 @@ def _refuse(module: torch.nn.Module, options: dict[str, Any]) -> None:
     for name in options.keys() & REFUSED.keys():
         if options[name] is not None:
             raise ValueError(f"attention: {REFUSED[name]} ({name}=) are not supported; use attn_implementation='eager'")
-    if getattr(module, "reorder_and_upcast_attn", False):
+    if vars(module).get("reorder_and_upcast_attn", False):  # which is a number, no part of the module
         raise ValueError("attention: reorder_and_upcast_attn is not supported; use attn_implementation='eager'")
 
 

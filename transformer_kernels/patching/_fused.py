@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
 from torch.compiler import is_compiling
 
 from transformer_kernels import ops
@@ -52,7 +52,7 @@ def gelu_kind(activation: Any) -> str | None:
 
 def activated(x: Tensor, linear: Any, activation: Any, backend: str | None) -> Tensor:
     """activation(linear(x)) in one operation if possible, else with the bias added by the activation."""
-    if is_small("linear", x, backend):
+    if is_small("linear", x, backend, is_grad_enabled()):
         return activation(linear(x))
     approximate = gelu_kind(activation)
     relu = approximate is None and (activation is F.relu or is_plain(activation, nn.ReLU))

@@ -103,8 +103,10 @@ class Linear(AnyLinear):
     """x W^T + b of a layer inside a model; the report does not list it."""
 
     def forward(self, input: Tensor) -> Tensor:
-        weight, bias = parameters(self, "weight", "bias")
-        return product(input, weight, bias, self.backend)
+        weight, bias = parameters(self)
+        if linear_is_ours(input, weight, self.backend):
+            return ops.linear(input, weight, bias, backend=self.backend)
+        return F.linear(input, weight, bias)
 
 
 def adopt_linear_layers(module: nn.Module) -> None:

@@ -12,17 +12,12 @@ import math
 import types
 from typing import TYPE_CHECKING, Any, cast
 
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
 
 from transformer_kernels.backends.dispatch import BACKENDS, requested
-from transformer_kernels.ops._crossovers import is_small
+from transformer_kernels.ops._crossovers import is_small, prefers_torch
 from transformer_kernels.ops._foreign import SCALARS, UNPATCH, are_plain
 from transformer_kernels.patching._guard import guarded
-
-MASKED_ROWS = 128
-"""Rows of x from which attention with a mask is faster in these kernels."""
-
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Patched:
@@ -45,10 +40,9 @@ class Mixin(nn.Module):
     """The changed behaviour of a patched module of transformers; submodules are named as in the original class."""
 
     operation: str
-    small_below: int | str = 0
-    """Elements of the first argument below which inference on a CPU is the original forward's; or the operation whose
-    crossover it is. 0 where the operations of the forward decide themselves. Measured by `python -m benchmarks.patched
-    --modules`, in float32."""
+    small_below = ""
+    """The row of the table of crossovers with the sizes of the first argument for which the original forward runs on a
+    CPU; "" where the operations of the forward decide themselves."""
     backend: str | None
     repeatable = False
     """Whether a call that raised has changed nothing: no submodule was called."""
@@ -147,24 +141,25 @@ def with_global(function: Any, name: str, value: Any) -> Any:
 
 
 def _left_if_small(ours: Any, original: Any, mixin: Any) -> Any:
-    """The patched forward, or the original one for inference on a CPU below `mixin.small_below` elements.
+    """The patched forward, or the original one for sizes that are PyTorch's by the row `mixin.small_below`.
 
-    Not where a dropout draws random numbers: activation checkpointing repeats such a call with gradients.
+    A call in which a dropout draws random numbers counts as one with gradients, in which activation checkpointing
+    repeats it.
     """
-    below, argument = mixin.small_below, getattr(mixin, "small_argument", 0)
-    tensors = getattr(mixin, "small_tensors", None)
+    row, argument = mixin.small_below, getattr(mixin, "small_argument", 0)
+    masked_row, tensors = getattr(mixin, "small_masked", None), getattr(mixin, "small_tensors", 0)
     as_before = getattr(mixin, "as_before", original)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         x = args[argument] if len(args) > argument else next(iter(kwargs.values()), None)
-        if self.training or not isinstance(x, Tensor) or not is_small(below, x, self.backend):
-            return ours(self, *args, **kwargs)
+        recorded = self.training or is_grad_enabled()
         for module in self._modules.values():
-            if module is not None and module.training:
-                return ours(self, *args, **kwargs)
-        if tensors is None or SCALARS.issuperset(map(type, (*args[tensors:], *kwargs.values()))):
+            recorded = recorded or (module is not None and module.training)
+        if not is_small(row, x, self.backend, recorded):
+            return ours(self, *args, **kwargs)
+        if masked_row is None or SCALARS.issuperset(map(type, (*args[tensors:], *kwargs.values()))):
             return as_before(self, *args, **kwargs)
-        if x.numel() >= MASKED_ROWS * x.shape[-1]:
+        if not prefers_torch(masked_row, x.numel() // x.shape[-1], x.dtype.itemsize, recorded=recorded):
             return ours(self, *args, **kwargs)
         result = as_before(self, *args, **kwargs)
         out = result[0] if isinstance(result, tuple) else result
@@ -173,22 +168,27 @@ def _left_if_small(ours: Any, original: Any, mixin: Any) -> Any:
     return forward
 
 
-def parameters(module: Any, *names: str) -> list[Any]:
-    """Parameters of a module, in a tenth of the time of its attributes; other attributes if it is parametrized."""
+def parameters(module: Any) -> tuple[Any, Any]:
+    """weight and bias of a module, in a tenth of the time of its attributes; those if it is parametrized."""
     found = module._parameters
     try:
-        return [found[name] for name in names]
+        return found["weight"], found["bias"]
     except KeyError:
-        return [getattr(module, name) for name in names]
+        return module.weight, getattr(module, "bias", None)
 
 
-def flattened(module: Any, **attributes: Any) -> Any:
-    """A module for one call of an original forward, with these attributes.
+def flattened(module: Any, parts: bool = False) -> Any:
+    """A module of the original class for one call of its forward, and of its patched `parts` that have no hooks.
 
     Its parameters and submodules are attributes of the instance, which are read in a tenth of the time.
     """
-    flat: Any = object.__new__(type(module))
-    vars(flat).update(vars(module), **module._parameters, **module._modules, **attributes)
+    kind = type(module)
+    flat: Any = object.__new__(vars(kind).get("_original", kind))
+    own = vars(flat)
+    own.update(vars(module), **module._parameters, **module._modules, **getattr(kind, "before", {}))
+    for name, part in module._modules.items() if parts else ():
+        if "_original" in vars(type(part)) and part.backend == module.backend and not has_hooks(part):
+            own[name] = flattened(part)
     return flat
 
 
@@ -237,14 +237,15 @@ def is_plain(module: Any, *kinds: type) -> bool:
 
 def has_hooks(module: Any) -> bool:
     """Whether a module has hooks, which must be called with it."""
-    return any(getattr(module, hooks) for hooks in HOOKS)
+    before, after = module._forward_pre_hooks or module._backward_pre_hooks, module._forward_hooks
+    return bool(before or after or module._backward_hooks)
 
 
 class MovedDropout(nn.Dropout):
     """Dropout that the enclosing block applies, in one pass with the residual addition and the LayerNorm."""
 
     guards_itself = True
-    small_below = 0
+    small_below = ""
 
     def forward(self, x: Tensor) -> Tensor:
         return x

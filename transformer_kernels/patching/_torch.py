@@ -15,7 +15,7 @@ from transformer_kernels.patching._guard import BLOCKS
 from transformer_kernels.patching._products import product, product_of
 from transformer_kernels.patching._real_tokens import RealTokens, zeroed
 from transformer_kernels.patching._recognised import rms_norm_of
-from transformer_kernels.patching._swap import flattened, has_hooks, is_plain, parameters
+from transformer_kernels.patching._swap import flattened, is_plain, parameters
 from transformer_kernels.patching._torch_calls import is_autocast
 
 
@@ -25,7 +25,7 @@ class LayerNorm(ours.LayerNorm):
 
     def as_before(self, input: Tensor) -> Tensor:
         """The original function without the attributes and checks of two methods, which take as long as few rows."""
-        weight, bias = parameters(self, "weight", "bias")
+        weight, bias = parameters(self)
         return torch.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
 
@@ -40,7 +40,7 @@ class RMSNorm(nn.RMSNorm):
 
     def as_before(self, x: Tensor) -> Tensor:
         """As in LayerNorm."""
-        (weight,) = parameters(self, "weight")
+        weight = self._parameters["weight"] if "weight" in self._parameters else self.weight
         return torch.rms_norm(x, self.normalized_shape, weight, self.eps)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -68,9 +68,11 @@ class Softmax(ours.Softmax):
 class MultiHeadAttention(ours.MultiHeadAttention):
     repeatable = True
     causal_by_itself = False
+    before = {"_qkv_same_embed_dim": True}
     operation = "attention"
-    small_below = 1 << 17
-    small_tensors = 3  # a mask may hide all keys of a row, for which the original's result is NaN
+    small_below = "attention module"
+    small_masked = "rows with a mask"  # which may hide all keys of a row: the original's result is NaN
+    small_tensors = 3
 
     @staticmethod
     def refuses(module: Any) -> str | None:
@@ -80,7 +82,7 @@ class MultiHeadAttention(ours.MultiHeadAttention):
 
     def as_before(self, *args: Any, **kwargs: Any) -> Any:
         """The original forward, its fused path included, which `_adopt` closes for other callers."""
-        return nn.MultiheadAttention.forward(flattened(self, _qkv_same_embed_dim=True), *args, **kwargs)
+        return nn.MultiheadAttention.forward(flattened(self), *args, **kwargs)
 
     original_forward = as_before
 
@@ -117,7 +119,7 @@ def _differ(x: Tensor, *masks: Tensor | None) -> bool:
 class TransformerEncoder(nn.TransformerEncoder):
     """torch's encoder without nested tensors. Where torch makes these, and with `unpad`, real tokens are packed."""
 
-    small_below = 0
+    small_below = ""
     unpad = False
 
     def _adopt(self) -> None:
@@ -178,17 +180,13 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
     """Self-attention and a feed-forward network, each fused with its dropout, residual addition and LayerNorm."""
 
     operation = "add_layer_norm and linear"
-    small_below = 1 << 17
+    small_below, small_masked = "attention module", "rows with a mask"
     small_tensors = 1
     backend: str | None
 
     def as_before(self, *args: Any, **kwargs: Any) -> Any:
         """The original forward, its fused path included."""
-        layer, attention = flattened(self), self._modules["self_attn"]
-        known = isinstance(attention, MultiHeadAttention) and attention.backend == self.backend
-        if known and not has_hooks(attention):
-            layer.__dict__["self_attn"] = flattened(attention, _qkv_same_embed_dim=True)
-        return nn.TransformerEncoderLayer.forward(layer, *args, **kwargs)
+        return nn.TransformerEncoderLayer.forward(flattened(self, parts=True), *args, **kwargs)
 
     def forward(
         self,
@@ -208,13 +206,13 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
     """Self-attention, cross-attention and a feed-forward network, fused as in the encoder's layer."""
 
     operation = "add_layer_norm and linear"
-    small_below = 1 << 17
+    small_below, small_masked = "attention module", "rows with a mask"
     small_tensors = 2
     backend: str | None
 
     def as_before(self, *args: Any, **kwargs: Any) -> Any:
         """The original forward."""
-        return nn.TransformerDecoderLayer.forward(flattened(self), *args, **kwargs)
+        return nn.TransformerDecoderLayer.forward(flattened(self, parts=True), *args, **kwargs)
 
     def forward(
         self,
