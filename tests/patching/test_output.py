@@ -59,7 +59,7 @@ def test_gradients_are_those_of_a_linear_layer(rows, bias):
 def test_inference_is_the_product_of_any_patched_layer(monkeypatch):
     eager, ours = pair()
     called = []
-    monkeypatch.setattr(_products, "product", lambda *given: called.append(given) or F.linear(*given[:3]))
+    monkeypatch.setattr(_products, "linear_is_ours", lambda *given: called.append(given) or False)
     x = torch.randn(2, 12, 6)
     with torch.no_grad():
         assert torch.equal(ours(x), eager(x)) and len(called) == 1

@@ -25,9 +25,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from transformer_kernels import ops
-from transformer_kernels.ops._foreign import refused
+from transformer_kernels.ops._crossover_table import REROUTED
+from transformer_kernels.ops._crossovers import is_small
+from transformer_kernels.ops._foreign import refused, transformed
 from transformer_kernels.ops._operation import is_traced
 
 MIN_VERSION = (5, 10)
@@ -77,6 +80,11 @@ REFUSED = {
 }
 
 
+READ = frozenset({*REFUSED, "output_attentions", "return_attention", "cu_seq_lens_q", "cu_seq_lens_k"})
+"""Further arguments that change the result."""
+ROW = "attention" + REROUTED
+
+
 def attention_forward(
     module: torch.nn.Module,
     query: Tensor,
@@ -118,15 +126,23 @@ def attention_forward(
         ValueError: keys chosen for each query, a paged cache, a head mask, or GPT-2's
             `reorder_and_upcast_attn`, which are not supported.
     """
+    backend = getattr(module, "backend", None)
+    plain = attention_mask is position_bias is sliding_window is softcap is s_aux is None and not dropout
+    if plain and kwargs.keys().isdisjoint(READ) and not vars(module).get("reorder_and_upcast_attn"):
+        (_, heads, queries, width), (_, shared, keys, _) = query.shape, key.shape
+        small = is_small(ROW, query, backend, torch.is_grad_enabled(), keys / width) and transformed() is None
+        if small and queries in (1, keys):
+            causal = queries > 1 and _is_causal(module, is_causal)
+            options: dict[str, Any] = {"is_causal": causal, "scale": scaling, "enable_gqa": heads != shared}
+            return scaled_dot_product_attention(query, key, value, **options).transpose(1, 2), None
     _refuse(module, kwargs)
-    if refused(type(module).__name__, getattr(module, "backend", None), (query, key, value)) is not None:
+    if refused(type(module).__name__, backend, (query, key, value)) is not None:
         given = {"sliding_window": sliding_window, "position_bias": position_bias, "softcap": softcap, "s_aux": s_aux}
         packing = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
         mask = _eager_mask(module, query, key, attention_mask, is_causal, sliding_window, packing)
         given |= {"dropout": dropout, "scaling": query.shape[-1] ** -0.5 if scaling is None else scaling, **kwargs}
         return _eager_function(module)(module, query, key, value, mask, **given)
     wanted = kwargs.get("output_attentions") or kwargs.get("return_attention")
-    backend = getattr(module, "backend", None)
     sinks = None if s_aux is None else s_aux.flatten()
     shared: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": sinks, "backend": backend}
     mixed = None
@@ -151,7 +167,7 @@ def attention_forward(
     if position_bias is not None:
         bias = position_bias if bias is None else _added(bias, position_bias)
     bias = _typed(bias, query)
-    options: dict[str, Any] = {
+    options = {
         "causal": causal,
         "key_padding_mask": padding,
         "attn_bias": bias,

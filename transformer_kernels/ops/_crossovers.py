@@ -112,14 +112,14 @@ def native(found: Native | None, call: Any, values: Sequence[Any]) -> Callable[.
     return found.function if prefers_torch(found.name, found.elements, x.dtype.itemsize, recorded=False) else None
 
 
-def is_small(name: str, x: Tensor, backend: str | None, recorded: bool) -> bool:
+def is_small(name: str, x: Tensor, backend: str | None, recorded: bool, per_element: float = 1) -> bool:
     """Whether a module that reads x runs PyTorch's code: in "auto" on a CPU, for the sizes of a row of the table.
 
-    Not where a graph for other sizes is made of it.
+    Not where a graph for other sizes is made of it. The size is the number of elements of x times `per_element`.
     """
     if type(x) not in PLAIN or not x.is_cpu or is_dynamo_compiling() or is_jit_tracing():
         return False
     if (get_backend() if backend is None else backend) != "auto":
         return False
     first, end = of_pytorch(name, x.dtype.itemsize, recorded)
-    return first <= x.numel() < end
+    return first <= x.numel() * per_element < end

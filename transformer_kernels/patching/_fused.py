@@ -31,11 +31,13 @@ def add_norm(
     branch: Tensor, stream: Tensor, dropout: Any, norm: Any, backend: str | None, fused: bool = True
 ) -> tuple[Tensor, Tensor]:
     """(norm(s), s) with s = dropout(branch) + stream."""
+    random = dropout is not None and dropout.training
+    fused = fused and not is_small("residual norm module", stream, backend, random or is_grad_enabled())
     fused = fused and is_plain(norm, nn.LayerNorm) and norm.weight is not None and norm.weight.dim() == 1
     if not fused or not (dropout is None or is_plain(dropout, nn.Dropout)):
         summed = dropped(branch, dropout) + stream
         return norm(summed), summed
-    rate = dropout.p if dropout is not None and dropout.training else 0.0
+    rate = dropout.p if random else 0.0
     return ops.add_layer_norm(branch, stream, norm.weight, norm.bias, eps=norm.eps, dropout_p=rate, backend=backend)
 
 

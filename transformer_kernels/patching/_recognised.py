@@ -35,6 +35,7 @@ class RMSNorm(Mixin):
     """weight * normed(x).to(dtype): the result has the wider dtype of input and weight (Llama)."""
 
     operation = "rms_norm"
+    small_below = "rms_norm module"
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return rms_norm_of(self, hidden_states, self.backend)
@@ -109,6 +110,7 @@ class DecoderLayer(Mixin):
     """The residual addition after attention is fused with the norm that reads the sum."""
 
     operation = "add_rms_norm"
+    small_below = "rms_norm module"
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         given = self.by_name(args, kwargs)

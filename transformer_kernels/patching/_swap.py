@@ -17,6 +17,7 @@ from torch import Tensor, is_grad_enabled, nn
 from transformer_kernels.backends.dispatch import BACKENDS, requested
 from transformer_kernels.ops._crossovers import is_small, prefers_torch
 from transformer_kernels.ops._foreign import SCALARS, UNPATCH, are_plain
+from transformer_kernels.ops._plan import dispatch_modes
 from transformer_kernels.patching._guard import guarded
 
 
@@ -159,8 +160,9 @@ def _left_if_small(ours: Any, original: Any, mixin: Any) -> Any:
             return ours(self, *args, **kwargs)
         if masked_row is None or SCALARS.issuperset(map(type, (*args[tensors:], *kwargs.values()))):
             return as_before(self, *args, **kwargs)
-        if not prefers_torch(masked_row, x.numel() // x.shape[-1], x.dtype.itemsize, recorded=recorded):
-            return ours(self, *args, **kwargs)
+        rows = x.numel() // x.shape[-1]
+        if dispatch_modes() or not prefers_torch(masked_row, rows, x.dtype.itemsize, recorded=recorded):
+            return ours(self, *args, **kwargs)  # a step that is recorded does not read values
         result = as_before(self, *args, **kwargs)
         out = result[0] if isinstance(result, tuple) else result
         return ours(self, *args, **kwargs) if math.isnan(out.sum()) else result

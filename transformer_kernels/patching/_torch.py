@@ -21,7 +21,7 @@ from transformer_kernels.patching._torch_calls import is_autocast
 
 class LayerNorm(ours.LayerNorm):
     repeatable = True
-    operation = small_below = "layer_norm"
+    operation, small_below = "layer_norm", "layer_norm rerouted"
 
     def as_before(self, input: Tensor) -> Tensor:
         """The original function without the attributes and checks of two methods, which take as long as few rows."""
@@ -31,7 +31,7 @@ class LayerNorm(ours.LayerNorm):
 
 class RMSNorm(nn.RMSNorm):
     repeatable = True
-    operation = small_below = "rms_norm"
+    operation, small_below = "rms_norm", "rms_norm module"
     backend: str | None
 
     @staticmethod
@@ -49,12 +49,12 @@ class RMSNorm(nn.RMSNorm):
 
 class GELU(ours.GELU):
     repeatable = True
-    operation = small_below = "gelu"
+    operation, small_below = "gelu", "gelu rerouted"
 
 
 class Softmax(ours.Softmax):
     repeatable = True
-    operation = small_below = "softmax"
+    operation, small_below = "softmax", "softmax rerouted"
 
     def as_before(self, input: Tensor) -> Tensor:
         """As in LayerNorm."""
@@ -71,7 +71,7 @@ class MultiHeadAttention(ours.MultiHeadAttention):
     before = {"_qkv_same_embed_dim": True}
     operation = "attention"
     small_below = "attention module"
-    small_masked = "rows with a mask"  # which may hide all keys of a row: the original's result is NaN
+    small_masked = "masked attention module"  # which may hide all keys of a row: the original's result is NaN
     small_tensors = 3
 
     @staticmethod
@@ -180,7 +180,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
     """Self-attention and a feed-forward network, each fused with its dropout, residual addition and LayerNorm."""
 
     operation = "add_layer_norm and linear"
-    small_below, small_masked = "attention module", "rows with a mask"
+    small_below, small_masked = "attention module", "masked attention module"
     small_tensors = 1
     backend: str | None
 
@@ -206,7 +206,7 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
     """Self-attention, cross-attention and a feed-forward network, fused as in the encoder's layer."""
 
     operation = "add_layer_norm and linear"
-    small_below, small_masked = "attention module", "rows with a mask"
+    small_below, small_masked = "attention module", "masked attention module"
     small_tensors = 2
     backend: str | None
 

@@ -12,7 +12,7 @@ from transformer_kernels.ops._foreign import refused
 from transformer_kernels.patching import _fused
 from transformer_kernels.patching._fused import add_norm
 from transformer_kernels.patching._products import by_columns
-from transformer_kernels.patching._swap import Mixin, MovedDropout, is_plain, swap
+from transformer_kernels.patching._swap import Mixin, MovedDropout, is_plain, parameters, swap
 from transformer_kernels.patching._torch_calls import is_autocast
 
 
@@ -20,7 +20,7 @@ class Activation(Mixin):
     """A GELU of transformers.activations."""
 
     operation = "gelu"
-    small_below = "written gelu module"
+    small_below = "gelu module"
 
     def forward(self, x: Tensor) -> Tensor:
         approximate = _fused.GELU_CLASSES[_fused.class_path(self)]
@@ -28,12 +28,12 @@ class Activation(Mixin):
 
 
 class ExactActivation(Activation):
-    small_below = "gelu"
+    small_below = "gelu rerouted"
     forward = Activation.forward
 
 
 class TanhActivation(Activation):
-    small_below = "gelu_tanh"
+    small_below = "gelu_tanh rerouted"
     forward = Activation.forward
 
 
@@ -96,9 +96,10 @@ class Conv1D(Mixin):
     """x W + b with the weight as (K, N)."""
 
     operation = "linear"
+    guards_itself = True
 
     def forward(self, x: Tensor) -> Tensor:
-        return by_columns(x, self.weight, self.bias, self.backend)
+        return by_columns(x, *parameters(self), self.backend)
 
 
 class LabelsOutside(Mixin):
