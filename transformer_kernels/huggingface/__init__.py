@@ -80,7 +80,7 @@ REFUSED = {
 }
 
 
-READ = frozenset({*REFUSED, "output_attentions", "return_attention", "cu_seq_lens_q", "cu_seq_lens_k"})
+READ = frozenset({*REFUSED, "cu_seq_lens_q", "cu_seq_lens_k"})
 """Further arguments that change the result."""
 ROW = "attention" + REROUTED
 
@@ -127,14 +127,16 @@ def attention_forward(
             `reorder_and_upcast_attn`, which are not supported.
     """
     backend = getattr(module, "backend", None)
+    wanted = kwargs.get("output_attentions") or kwargs.get("return_attention")
     plain = attention_mask is position_bias is sliding_window is softcap is s_aux is None and not dropout
     if plain and kwargs.keys().isdisjoint(READ) and not vars(module).get("reorder_and_upcast_attn"):
-        (_, heads, queries, width), (_, shared, keys, _) = query.shape, key.shape
+        (_, heads, queries, width), (_, groups, keys, _) = query.shape, key.shape
         small = is_small(ROW, query, backend, torch.is_grad_enabled(), keys / width) and transformed() is None
         if small and queries in (1, keys):
             causal = queries > 1 and _is_causal(module, is_causal)
-            options: dict[str, Any] = {"is_causal": causal, "scale": scaling, "enable_gqa": heads != shared}
-            return scaled_dot_product_attention(query, key, value, **options).transpose(1, 2), None
+            options: dict[str, Any] = {"is_causal": causal, "scale": scaling, "enable_gqa": heads != groups}
+            out = scaled_dot_product_attention(query, key, value, **options).transpose(1, 2)
+            return out, ops.attention_weights(query, key, scale=scaling, causal=causal) if wanted else None
     _refuse(module, kwargs)
     if refused(type(module).__name__, backend, (query, key, value)) is not None:
         given = {"sliding_window": sliding_window, "position_bias": position_bias, "softcap": softcap, "s_aux": s_aux}
@@ -142,7 +144,6 @@ def attention_forward(
         mask = _eager_mask(module, query, key, attention_mask, is_causal, sliding_window, packing)
         given |= {"dropout": dropout, "scaling": query.shape[-1] ** -0.5 if scaling is None else scaling, **kwargs}
         return _eager_function(module)(module, query, key, value, mask, **given)
-    wanted = kwargs.get("output_attentions") or kwargs.get("return_attention")
     sinks = None if s_aux is None else s_aux.flatten()
     shared: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": sinks, "backend": backend}
     mixed = None

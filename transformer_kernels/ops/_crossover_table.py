@@ -1,7 +1,7 @@
 """The sizes of calls that PyTorch's operators compute in less time than the CPU kernels, by instruction set.
 
-For each operation and element size in bytes, forward alone and with gradients: elements from which ours is the faster
-one, or a pair (first, end): PyTorch's is the faster one from `first` on to below `end`.
+For each operation and element size in bytes (0: any), forward alone and with gradients: elements from which ours is
+the faster one, or a pair (first, end): PyTorch's is the faster one from `first` on to below `end`.
 Counted are the elements of the first tensor, of the result of an embedding, and the scores of attention;
 with gradients `linear` has a rule of its own (`patching/_products.py`). "attention rerouted" is F's function inside
 `accelerate`, where a call that is rerouted costs about 8 us more. "attention module" is a patched module, which runs
@@ -26,8 +26,7 @@ ROWS: dict[tuple[str, int], tuple[tuple[Limit, Limit], ...]] = {
     ("add_rms_norm", 4): ((0, 0), (0, 0), (0, 0)),
     ("attention", 4): ((0, 1 << 11), (0, 1 << 11), (1 << 11, 1 << 15)),
     ("attention", 2): ((0, 0), (0, 0), (0, 0)),
-    ("attention module", 4): ((1 << 17, 0), (1 << 17, 0), (1 << 17, 0)),
-    ("attention module", 2): ((1 << 17, 0), (1 << 17, 0), (1 << 17, 0)),
+    ("attention module", 0): ((1 << 17, 0), (1 << 17, 0), (1 << 17, 0)),
     ("attention rerouted", 4): ((1 << 14, 1 << 15), (1 << 12, 1 << 13), (1 << 15, 1 << 17)),
     ("attention rerouted", 2): ((1 << 11, 0), (1 << 11, 0), (1 << 16, 0)),
     ("cross_entropy", 4): ((1 << 15, 1 << 14), (1 << 14, 1 << 14), (1 << 15, 1 << 15)),
@@ -38,12 +37,10 @@ ROWS: dict[tuple[str, int], tuple[tuple[Limit, Limit], ...]] = {
     ("embedding", 2): ((NEVER, 1 << 19), (1 << 24, 1 << 19), (NEVER, 1 << 20)),
     ("embedding rerouted", 4): ((1 << 24, 1 << 19), (1 << 23, 1 << 19), (NEVER, 1 << 20)),
     ("embedding rerouted", 2): ((NEVER, 1 << 19), (1 << 24, 1 << 19), (NEVER, 1 << 20)),
-    ("gated mlp module", 4): ((1 << 15, 0), (1 << 15, 0), (1 << 15, 0)),
-    ("gated mlp module", 2): ((1 << 15, 0), (1 << 15, 0), (1 << 15, 0)),
+    ("gated mlp module", 0): ((1 << 15, 0), (1 << 15, 0), (1 << 15, 0)),
     ("gelu", 4): ((1 << 23, 1 << 23), (1 << 21, 0), ((0, 1 << 22), NEVER)),
     ("gelu", 2): ((1 << 24, 1 << 16), (1 << 24, 1 << 23), (NEVER, 1 << 23)),
-    ("gelu module", 4): ((1 << 10, 0), (1 << 10, 0), (1 << 10, 0)),
-    ("gelu module", 2): ((1 << 10, 0), (1 << 10, 0), (1 << 10, 0)),
+    ("gelu module", 0): ((1 << 10, 0), (1 << 10, 0), (1 << 10, 0)),
     ("gelu rerouted", 4): ((1 << 23, 1 << 23), (1 << 21, 1 << 18), ((0, 1 << 22), NEVER)),
     ("gelu rerouted", 2): ((1 << 24, 1 << 18), (1 << 24, 1 << 23), (NEVER, 1 << 23)),
     ("gelu_tanh", 4): ((1 << 11, 1 << 12), (1 << 12, 1 << 13), (1 << 12, 1 << 13)),
@@ -55,15 +52,12 @@ ROWS: dict[tuple[str, int], tuple[tuple[Limit, Limit], ...]] = {
     ("layer_norm rerouted", 4): ((1 << 17, 1 << 23), (1 << 17, 1 << 18), (1 << 19, 1 << 22)),
     ("layer_norm rerouted", 2): ((1 << 19, 1 << 17), (1 << 17, 1 << 16), (1 << 17, 1 << 17)),
     ("linear", 4): ((NEVER, 0), (NEVER, 0), (NEVER, 0)),
-    ("masked attention module", 4): ((1 << 7, 0), (1 << 7, 0), (1 << 7, 0)),
-    ("masked attention module", 2): ((1 << 7, 0), (1 << 7, 0), (1 << 7, 0)),
-    ("packed mlp module", 4): ((1 << 17, 0), (1 << 17, 0), (1 << 17, 0)),
-    ("packed mlp module", 2): ((1 << 17, 0), (1 << 17, 0), (1 << 17, 0)),
-    ("residual norm module", 4): ((1 << 23, 0), (1 << 14, 0), (1 << 18, 0)),
+    ("masked attention module", 0): ((1 << 7, 0), (1 << 7, 0), (1 << 7, 0)),
+    ("packed mlp module", 0): ((1 << 17, 0), (1 << 17, 0), (1 << 17, 0)),
+    ("residual norm module", 0): ((1 << 23, 0), (1 << 14, 0), (1 << 18, 0)),
     ("rms_norm", 4): ((0, 0), (0, 0), (0, 0)),
     ("rms_norm", 2): ((0, 0), (0, 0), (0, 0)),
-    ("rms_norm module", 4): ((0, 0), (0, 0), (1 << 15, 0)),
-    ("rms_norm module", 2): ((0, 0), (0, 0), (1 << 15, 0)),
+    ("rms_norm module", 0): ((0, 0), (0, 0), (1 << 15, 0)),
     ("rms_norm rerouted", 4): ((1 << 15, 0), (0, 0), (1 << 14, 0)),
     ("rms_norm rerouted", 2): ((0, 0), (0, 0), (0, 0)),
     ("softmax", 4): ((1 << 15, 1 << 18), (1 << 14, 1 << 16), (1 << 14, 1 << 19)),

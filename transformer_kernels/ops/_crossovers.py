@@ -35,7 +35,8 @@ cpu.dependents.append(level.cache_clear)
 
 def crossover(name: str, itemsize: int, column: str | None = None) -> tuple[Limit, Limit]:
     """The sizes that are PyTorch's, forward alone and with gradients; none without an entry."""
-    return TABLE[column or level()].get((name, itemsize), (0, 0))
+    limits = TABLE[column or level()]
+    return limits.get((name, itemsize)) or limits.get((name, 0), (0, 0))
 
 
 def described(name: str, x: Tensor) -> str | None:

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling, is_dynamo_compiling
 
 from transformer_kernels.backends.dispatch import get_backend, requested
-from transformer_kernels.ops._crossover_table import REROUTED
 from transformer_kernels.patching._report import CallReport, CallRow
 from transformer_kernels.patching._torch_calls import (
     FASTER,
@@ -72,7 +71,7 @@ class _Rerouted:
 
     def __init__(self, owner: Any, name: str, operation: str, handler: Handler) -> None:
         self.original = getattr(owner, name)
-        self.operation, self.handler, self.row = operation, handler, operation + REROUTED
+        self.operation, self.handler = operation, handler
         self.small = None if handler in OF_ANY_SIZE else (operation, None, FASTER)
         self.__name__ = self.__qualname__ = name
         self.__module__, self.__doc__ = owner.__name__, self.original.__doc__
@@ -88,7 +87,7 @@ class _Rerouted:
             return self.original(*args, **kwargs)
         acceleration = block.acceleration
         backend = acceleration.backend or get_backend()
-        if backend == "auto" and self.small is not None and is_left(self.row, args, kwargs):
+        if backend == "auto" and self.small is not None and is_left(self.operation, args, kwargs):
             acceleration._count(self.small)
             return self.original(*args, **kwargs) if kwargs else self.original(*args)
         return acceleration._call(self, backend, args, kwargs)

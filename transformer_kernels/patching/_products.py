@@ -33,8 +33,7 @@ def is_eager_cpu(x: Tensor) -> bool:
 
 def are_ours(x: Tensor, weight: Tensor, backend: str | None) -> bool:
     """Whether csrc/cpu/products multiplies float32 x (..., K) by a weight of either layout: ops/linear/README.md."""
-    known = requested(backend) in OURS and _is_faster(x, weight, backend)
-    return known and _is_float32(x) and _can_be_ours(x, weight)
+    return _is_faster(x, weight, backend) and _is_float32(x) and _can_be_ours(x, weight)
 
 
 def linear_is_ours(x: Tensor, weight: Tensor, backend: str | None) -> bool:
@@ -47,9 +46,9 @@ def linear_is_ours(x: Tensor, weight: Tensor, backend: str | None) -> bool:
 
 def _is_faster(x: Tensor, weight: Tensor, backend: str | None) -> bool:
     recorded = is_grad_enabled()
-    if is_dynamo_compiling() or linear_cpu.few_rows(ANY, recorded) == ANY:  # no weight's product is
-        return False
-    return not is_compiling() and linear_cpu.multiplies(x, weight, recorded) and requested(backend) in OURS
+    if is_dynamo_compiling() or requested(backend) not in OURS or linear_cpu.few_rows(ANY, recorded) == ANY:
+        return False  # for the last reason no weight's product is faster
+    return not is_compiling() and linear_cpu.multiplies(x, weight, recorded)
 
 
 def _is_float32(x: Tensor) -> bool:

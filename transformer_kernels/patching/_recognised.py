@@ -81,8 +81,6 @@ class RoundedRMSNorm(Mixin):
 class ShiftedRMSNorm(RoundedRMSNorm):
     """((1 + weight) * normed(x)).to(dtype) (Gemma)."""
 
-    forward = RoundedRMSNorm.forward
-
     def scale(self, x: Tensor) -> Tensor:
         return _weight_for(x, 1.0 + self.weight.float())
 
@@ -115,7 +113,7 @@ class DecoderLayer(Mixin):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         given = self.by_name(args, kwargs)
         hidden_states = given.pop("hidden_states")
-        parts = self._modules  # reading them as attributes takes ten times as long
+        parts: Any = self._modules  # reading them as attributes takes ten times as long
         attended, _ = parts["self_attn"](hidden_states=parts["input_layernorm"](hidden_states), **given)
         x, stream = self._added(attended, hidden_states, parts["post_attention_layernorm"])
         return stream + parts["mlp"](x)
@@ -212,7 +210,6 @@ class RotaryAttention(ByBackend):
 
     operation = "rotary, attention"
     small_below = "attention module"
-    forward = ByBackend.forward
 
     @staticmethod
     def content(original: Any) -> dict[str, Any]:

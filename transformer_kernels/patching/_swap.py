@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor, is_grad_enabled, nn
 
 from transformer_kernels.backends.dispatch import BACKENDS, requested
-from transformer_kernels.ops._crossovers import is_small, prefers_torch
+from transformer_kernels.ops._crossovers import is_small
 from transformer_kernels.ops._foreign import SCALARS, UNPATCH, are_plain
 from transformer_kernels.ops._plan import dispatch_modes
 from transformer_kernels.patching._guard import guarded
@@ -152,7 +152,7 @@ def _left_if_small(ours: Any, original: Any, mixin: Any) -> Any:
     as_before = getattr(mixin, "as_before", original)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        x = args[argument] if len(args) > argument else next(iter(kwargs.values()), None)
+        x: Any = args[argument] if len(args) > argument else next(iter(kwargs.values()), None)
         recorded = self.training or is_grad_enabled()
         for module in self._modules.values():
             recorded = recorded or (module is not None and module.training)
@@ -160,8 +160,7 @@ def _left_if_small(ours: Any, original: Any, mixin: Any) -> Any:
             return ours(self, *args, **kwargs)
         if masked_row is None or SCALARS.issuperset(map(type, (*args[tensors:], *kwargs.values()))):
             return as_before(self, *args, **kwargs)
-        rows = x.numel() // x.shape[-1]
-        if dispatch_modes() or not prefers_torch(masked_row, rows, x.dtype.itemsize, recorded=recorded):
+        if dispatch_modes() or not is_small(masked_row, x, self.backend, recorded, 1.0 / x.shape[-1]):
             return ours(self, *args, **kwargs)  # a step that is recorded does not read values
         result = as_before(self, *args, **kwargs)
         out = result[0] if isinstance(result, tuple) else result
@@ -176,7 +175,7 @@ def parameters(module: Any) -> tuple[Any, Any]:
     try:
         return found["weight"], found["bias"]
     except KeyError:
-        return module.weight, getattr(module, "bias", None)
+        return module.weight, module.bias
 
 
 def flattened(module: Any, parts: bool = False) -> Any:
@@ -187,7 +186,8 @@ def flattened(module: Any, parts: bool = False) -> Any:
     kind = type(module)
     flat: Any = object.__new__(vars(kind).get("_original", kind))
     own = vars(flat)
-    own.update(vars(module), **module._parameters, **module._modules, **getattr(kind, "before", {}))
+    own.update(vars(module), **module._parameters, **module._modules)
+    own.update(getattr(kind, "before", ()))
     for name, part in module._modules.items() if parts else ():
         if "_original" in vars(type(part)) and part.backend == module.backend and not has_hooks(part):
             own[name] = flattened(part)

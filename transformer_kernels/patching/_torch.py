@@ -40,8 +40,7 @@ class RMSNorm(nn.RMSNorm):
 
     def as_before(self, x: Tensor) -> Tensor:
         """As in LayerNorm."""
-        weight = self._parameters["weight"] if "weight" in self._parameters else self.weight
-        return torch.rms_norm(x, self.normalized_shape, weight, self.eps)
+        return torch.rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm_of(self, x, self.backend).to(x.dtype)
@@ -65,10 +64,15 @@ class Softmax(ours.Softmax):
         return "dim is not given" if module.dim is None else None
 
 
+def _as_before(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """The original forward, its fused path included, which `_adopt` closes for other callers."""
+    return type(module)._original.forward(flattened(module, parts=True), *args, **kwargs)
+
+
 class MultiHeadAttention(ours.MultiHeadAttention):
     repeatable = True
     causal_by_itself = False
-    before = {"_qkv_same_embed_dim": True}
+    before = (("_qkv_same_embed_dim", True),)
     operation = "attention"
     small_below = "attention module"
     small_masked = "masked attention module"  # which may hide all keys of a row: the original's result is NaN
@@ -80,11 +84,8 @@ class MultiHeadAttention(ours.MultiHeadAttention):
             return "kdim or vdim differ from embed_dim"
         return "add_bias_kv or add_zero_attn" if module.bias_k is not None or module.add_zero_attn else None
 
-    def as_before(self, *args: Any, **kwargs: Any) -> Any:
-        """The original forward, its fused path included, which `_adopt` closes for other callers."""
-        return nn.MultiheadAttention.forward(flattened(self), *args, **kwargs)
-
-    original_forward = as_before
+    as_before = _as_before
+    original_forward = _as_before
 
     def _adopt(self) -> None:
         self._qkv_same_embed_dim = False
@@ -184,9 +185,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
     small_tensors = 1
     backend: str | None
 
-    def as_before(self, *args: Any, **kwargs: Any) -> Any:
-        """The original forward, its fused path included."""
-        return nn.TransformerEncoderLayer.forward(flattened(self, parts=True), *args, **kwargs)
+    as_before = _as_before
 
     def forward(
         self,
@@ -210,9 +209,7 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
     small_tensors = 2
     backend: str | None
 
-    def as_before(self, *args: Any, **kwargs: Any) -> Any:
-        """The original forward."""
-        return nn.TransformerDecoderLayer.forward(flattened(self, parts=True), *args, **kwargs)
+    as_before = _as_before
 
     def forward(
         self,

@@ -75,7 +75,7 @@ def refusal(
     return "the CPU kernels are not available" if unavailable("cpu", device) is not None else None
 
 
-def is_left(row: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def is_left(operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call has so few elements that "auto" leaves it to PyTorch, with gradients and without.
 
     The other checks of a handler take longer than a small call does.
@@ -85,25 +85,20 @@ def is_left(row: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if dispatch_modes() or not x.is_cpu:
             return False
         elements = x.numel()
-        if row == LINEAR:
+        if operation == "linear":
             return elements < linear_cpu.few_rows(args[1].numel(), True) * x.shape[-1]
-        if row == ATTENTION:
+        if operation == "attention":
             if any_autocast():
                 return False
             elements = elements // x.shape[-1] * args[1].shape[-2]
-        elif row == EMBEDDING:
+        elif operation == "embedding":
             elements = args[1].numel() * x.shape[-1]
         elif kwargs and kwargs.get("approximate") == "tanh":
-            row = GELU_TANH
-        first, end = of_pytorch(row, x.dtype.itemsize, None)
+            operation = "gelu_tanh"
+        first, end = of_pytorch(operation + REROUTED, x.dtype.itemsize, None)
         return first <= elements < end
     except (AttributeError, IndexError, RuntimeError, TypeError, ZeroDivisionError):  # the handler has the reason
         return False
-
-
-LINEAR, ATTENTION, EMBEDDING, GELU_TANH = (
-    name + REROUTED for name in ("linear", "attention", "embedding", "gelu_tanh")
-)
 
 
 def computed_dtype(x: Tensor) -> torch.dtype:

@@ -29,12 +29,10 @@ class Activation(Mixin):
 
 class ExactActivation(Activation):
     small_below = "gelu rerouted"
-    forward = Activation.forward
 
 
 class TanhActivation(Activation):
     small_below = "gelu_tanh rerouted"
-    forward = Activation.forward
 
 
 class ResidualNorm(Mixin):
@@ -137,8 +135,6 @@ class LabelsShiftedIn(LabelsOutside):
     def _given(self, labels: Tensor, positional: int, kwargs: dict[str, Any]) -> dict[str, Any]:
         given = any(kwargs.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
         return kwargs if given or positional > 2 else {**kwargs, "decoder_input_ids": self._shift_right(labels)}
-
-    forward = LabelsOutside.forward
 
 
 def causal_lm_loss(
