@@ -129,10 +129,11 @@ def attention_forward(
     backend = getattr(module, "backend", None)
     wanted = kwargs.get("output_attentions") or kwargs.get("return_attention")
     plain = attention_mask is position_bias is sliding_window is softcap is s_aux is None and not dropout
+    plain = plain and not torch.is_grad_enabled()  # SDPA has no second derivatives
     if plain and kwargs.keys().isdisjoint(READ) and not vars(module).get("reorder_and_upcast_attn"):
         (_, heads, queries, width), (_, groups, keys, _) = query.shape, key.shape
-        small = is_small(ROW, query, backend, torch.is_grad_enabled(), keys / width) and transformed() is None
-        if small and queries in (1, keys):
+        small = is_small(ROW, query, backend, False, keys / width) and transformed() is None
+        if small and keys and queries in (1, keys) and (scaling is None or scaling > 0.0):
             causal = queries > 1 and _is_causal(module, is_causal)
             options: dict[str, Any] = {"is_causal": causal, "scale": scaling, "enable_gqa": heads != groups}
             out = scaled_dot_product_attention(query, key, value, **options).transpose(1, 2)

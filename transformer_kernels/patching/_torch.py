@@ -205,7 +205,7 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
     """Self-attention, cross-attention and a feed-forward network, fused as in the encoder's layer."""
 
     operation = "add_layer_norm and linear"
-    small_below, small_masked = "attention module", "masked attention module"
+    small_below = small_masked = "attention module"  # masks are no reason: the larger part is no attention
     small_tensors = 2
     backend: str | None
 
