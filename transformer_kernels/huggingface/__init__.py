@@ -28,7 +28,6 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from transformer_kernels import ops
-from transformer_kernels.ops._crossover_table import REROUTED
 from transformer_kernels.ops._crossovers import is_small
 from transformer_kernels.ops._foreign import refused, transformed
 from transformer_kernels.ops._operation import is_traced
@@ -82,7 +81,6 @@ REFUSED = {
 
 READ = frozenset({*REFUSED, "cu_seq_lens_q", "cu_seq_lens_k"})
 """Further arguments that change the result."""
-ROW = "attention" + REROUTED
 
 
 def attention_forward(
@@ -132,7 +130,7 @@ def attention_forward(
     plain = plain and not torch.is_grad_enabled()  # SDPA has no second derivatives
     if plain and kwargs.keys().isdisjoint(READ) and not vars(module).get("reorder_and_upcast_attn"):
         (_, heads, queries, width), (_, groups, keys, _) = query.shape, key.shape
-        small = is_small(ROW, query, backend, False, keys / width) and transformed() is None
+        small = is_small("attention rerouted", query, backend, False, keys / width) and transformed() is None
         if small and keys and queries in (1, keys) and (scaling is None or scaling > 0.0):
             causal = queries > 1 and _is_causal(module, is_causal)
             options: dict[str, Any] = {"is_causal": causal, "scale": scaling, "enable_gqa": heads != groups}

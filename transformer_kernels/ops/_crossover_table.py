@@ -10,7 +10,8 @@ in float32, in inference: training is this package's.
 
 "avx2" and "avx512" were measured by `python -m benchmarks.crossovers --write` on an AMD EPYC with AVX-512, each in a
 process that is restricted to it ("avx2" is also the table of plain kernels); "amx" on two Xeons with AMX, its linear
-on an EPYC with AVX2: where the Xeons differ, the entry is right on the faster one, 7.7 TFLOP/s in bfloat16 on two cores.
+on an EPYC with AVX2: where the Xeons differ, the entry is right on the faster one, 7.7 TFLOP/s in bfloat16 on two
+cores.
 """
 
 NEVER = 1 << 62
