@@ -183,11 +183,10 @@ def flattened(module: Any, parts: bool = False) -> Any:
 
     Its parameters and submodules are attributes of the instance, which are read in a tenth of the time.
     """
-    kind = type(module)
-    flat: Any = object.__new__(vars(kind).get("_original", kind))
+    flat: Any = object.__new__(vars(type(module)).get("_original", type(module)))
     own = vars(flat)
     own.update(vars(module), **module._parameters, **module._modules)
-    own.update(getattr(kind, "before", ()))
+    own.update(getattr(type(module), "before", ()))
     for name, part in module._modules.items() if parts else ():
         if "_original" in vars(type(part)) and part.backend == module.backend and not has_hooks(part):
             own[name] = flattened(part)
@@ -239,8 +238,8 @@ def is_plain(module: Any, *kinds: type) -> bool:
 
 def has_hooks(module: Any) -> bool:
     """Whether a module has hooks, which must be called with it."""
-    before, after = module._forward_pre_hooks or module._backward_pre_hooks, module._forward_hooks
-    return bool(before or after or module._backward_hooks)
+    forward = module._forward_hooks or module._forward_pre_hooks
+    return bool(forward or module._backward_hooks or module._backward_pre_hooks)
 
 
 class MovedDropout(nn.Dropout):

@@ -95,7 +95,8 @@ def is_left(operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
             elements = args[1].numel() * x.shape[-1]
         elif kwargs and kwargs.get("approximate") == "tanh":
             operation = "gelu_tanh"
-        first, end = of_pytorch(operation + REROUTED, x.dtype.itemsize, None)
+        either = torch.is_grad_enabled() or operation == "attention"  # whose dropout counts as with gradients
+        first, end = of_pytorch(operation + REROUTED, x.dtype.itemsize, None if either else False)
         return first <= elements < end
     except (AttributeError, IndexError, RuntimeError, TypeError, ZeroDivisionError):  # the handler has the reason
         return False
