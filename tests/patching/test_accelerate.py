@@ -609,10 +609,10 @@ def test_sizes_that_are_left_without_a_look_at_the_rest(monkeypatch: pytest.Monk
     """Those below both sizes of an operation; sizes before PyTorch's begin are rerouted."""
     table, x = _crossovers.TABLE[_crossovers.level()], torch.randn(4, 16)
     q, k = torch.randn(1, 2, 4, 4), torch.randn(1, 2, 8, 4)
-    for limits, left in (((65, 65), True), ((65, 64), False), (((1, 65), 65), False), (((0, 65), 65), True)):
+    for limits, left in (((65, 65), True), ((65, 64), False), (((65, 66), 65), False), (((0, 65), 65), True)):
         for name in ("gelu", "gelu_tanh", "softmax", "attention", "embedding"):
             monkeypatch.setitem(table, (f"{name} rerouted", 4), limits)
-        _torch_calls._left_below.cache_clear()
+        _crossovers.of_pytorch.cache_clear()
         for name, args, kwargs in (
             ("gelu", (x,), {}),
             ("gelu", (x,), {"approximate": "tanh"}),
@@ -623,4 +623,4 @@ def test_sizes_that_are_left_without_a_look_at_the_rest(monkeypatch: pytest.Monk
             assert _torch_calls.is_left(name, args, kwargs) is left, (name, limits)
     assert not _torch_calls.is_left("gelu", (x.double(),), {})
     assert not _torch_calls.is_left("gelu", (), {"input": x})
-    _torch_calls._left_below.cache_clear()
+    _crossovers.of_pytorch.cache_clear()

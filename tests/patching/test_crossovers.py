@@ -79,7 +79,8 @@ def test_a_named_backend_computes_all_of_it(family, backend, computed):
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
-def test_training_is_this_packages_at_every_size(family, computed):
+def test_training_is_this_packages_where_the_table_says(family, computed, monkeypatch):
+    set_table(monkeypatch, dict.fromkeys(_crossovers.TABLE["avx2"], (_crossovers.NEVER, 0)))
     ours, batch = patched(family), models.inputs(family, None)
     ours(**batch)
     assert "attention" in computed and {"layer_norm", "rms_norm", "add_layer_norm"} & set(computed)
@@ -138,10 +139,9 @@ def test_each_instruction_set_has_a_table_of_its_own(monkeypatch, unplanned):
         monkeypatch.setattr(_crossovers, "compiled", lambda found=module: found)
         forget()
         assert _crossovers.level() == name and _crossovers.crossover("gelu", 4) == limits[name]
-        with torch.no_grad():
-            assert _crossovers.is_small("gelu", x, None) == (name == "amx")
-            assert not _crossovers.is_small("gelu", x, "cpu")
-        assert not _crossovers.is_small("gelu", x, None)  # with gradients
+        assert _crossovers.is_small("gelu", x, None, recorded=False) == (name == "amx")
+        assert _crossovers.is_small("gelu", x, None, recorded=True) == (name == "avx512")
+        assert not _crossovers.is_small("gelu", x, "cpu", recorded=False)
     monkeypatch.setattr(_crossovers, "compiled", lambda: None)
     forget()
     assert _crossovers.level() == "avx2"
@@ -187,21 +187,22 @@ def test_explain_reports_the_crossover(monkeypatch):
     assert "gelu" not in str(tk.explain("rotary", x[None, None], x[None, None], *torch.randn(2, 2, 4)).crossover)
 
 
-def test_traced_calls_stay_ours():
-    """A graph of the call must contain the operation, whatever its size; other devices have no such table."""
+def test_traced_calls_stay_ours(monkeypatch):
+    """A graph for other sizes must contain the operation; other devices have no such table."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    set_table(monkeypatch, {("gelu", 4): (3, 3)})
+
     def is_small(x, backend=None):
-        return _crossovers.is_small(3, x, backend)
+        return _crossovers.is_small("gelu", x, backend, recorded=False)
 
     x, seen = torch.ones(2), []
-    with torch.no_grad():
-        assert is_small(x) and not is_small(x, "torch") and not is_small(torch.ones(3))
-        assert not is_small(x.to("meta"))
-        with FakeTensorMode():
-            assert not is_small(torch.ones(2))
-        torch.jit.trace(lambda each: (seen.append(is_small(each)), each + 1)[1], x, check_trace=False)
-    assert not is_small(x) and seen and not any(seen)
+    assert is_small(x) and not is_small(x, "torch") and not is_small(torch.ones(3))
+    assert not is_small(x.to("meta"))
+    with FakeTensorMode():
+        assert not is_small(torch.ones(2))
+    torch.jit.trace(lambda each: (seen.append(is_small(each)), each + 1)[1], x, check_trace=False)
+    assert seen and not any(seen)
 
 
 REPLACEMENTS = {
@@ -220,12 +221,12 @@ REPLACEMENTS = {
 
 
 def test_every_patched_class_declares_its_size():
-    """Those of torch have an example here; of the others a size or an operation of the table."""
+    """A row of the table, or none where its operations decide; those of torch have an example here."""
     assert REPLACEMENTS.keys() == _torch.REPLACEMENTS.keys()
     classes = [*_torch.REPLACEMENTS.values(), *_transformers.REPLACEMENTS.values(), *_recognised.FORMS.values()]
     names = {name for name, _ in _crossovers.TABLE["avx2"]}
     for each in (*classes, *_rerouted.MIXINS.values(), _recognised.RotaryAttention):
-        assert each.small_below in names or isinstance(each.small_below, int), each
+        assert each.small_below in {*names, ""} and getattr(each, "small_masked", "") in {*names, ""}, each
 
 
 @pytest.mark.parametrize("kind", REPLACEMENTS, ids=lambda kind: kind.__name__)
@@ -255,24 +256,24 @@ def test_the_first_example_of_accelerate_reroutes_on_every_processor():
     )
     assert "scaled_dot_product_attention(q, k, v, is_causal=True)" in lines[at + 1] and shape
     for column in _crossovers.TABLE:
-        assert not _crossovers.prefers_torch("attention" + REROUTED, 2 * 4 * 128 * 128, 4, recorded=True, column=column)
+        first, end = _crossovers.of_pytorch("attention" + REROUTED, 4, True, column)
+        assert not first <= 2 * 4 * 128 * 128 < end
 
 
 @pytest.mark.parametrize("column", ["avx2", "avx512", "amx"])
 @pytest.mark.parametrize("recorded", [False, True])
-def test_the_choice_is_a_function_of_its_arguments(column, recorded):
+def test_the_choice_is_a_function_of_its_arguments(column, recorded, monkeypatch):
     """That of an instruction set that this processor lacks is testable; random numbers ignore what is recorded."""
     for (name, itemsize), limits in _crossovers.TABLE[column].items():
-        for elements in (0, 1 << 12, 1 << 16, 1 << 22, 1 << 40):
-            limit = limits[recorded]
-            first, end = limit if isinstance(limit, tuple) else (0, limit)
-            chosen = _crossovers.prefers_torch(name, elements, itemsize, recorded=recorded, column=column)
-            assert chosen == (first <= elements < end)
-            drawn = [
-                _crossovers.prefers_torch(name, elements, itemsize, recorded=each, random=True, column=column)
-                for each in (False, True)
-            ]
-            assert drawn[0] == drawn[1]
+        pairs = [limit if isinstance(limit, tuple) else (0, limit) for limit in limits]
+        assert _crossovers.of_pytorch(name, itemsize, recorded, column) == pairs[recorded]
+        first, end = _crossovers.of_pytorch(name, itemsize, None, column)
+        assert (first, end) == (max(pairs[0][0], pairs[1][0]), min(pairs[0][1], pairs[1][1]))
+    set_table(monkeypatch, {("gelu", 4): ((1, 8), (2, 4))})
+    chosen = [_crossovers.prefers_torch("gelu", size, 4, recorded=recorded) for size in range(1, 9)]
+    assert chosen == [2 <= size < 4 if recorded else size < 8 for size in range(1, 9)]
+    drawn = [_crossovers.prefers_torch("gelu", 1, 4, recorded=each, random=True) for each in (False, True)]
+    assert drawn == [False, False]
 
 
 @pytest.mark.parametrize("scale", [-0.5, 0.0, 0.3])

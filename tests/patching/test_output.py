@@ -6,12 +6,12 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import transformer_kernels as tk
 from tests.support.transformers_models import one_thread  # noqa: F401  # a fixture of every test here
 from transformer_kernels.backends import cpu
+from transformer_kernels.ops.linear import _cpu as linear_cpu
 from transformer_kernels.patching import _products
 from transformer_kernels.patching._output import OutputLayer
 from transformer_kernels.patching._swap import swap
@@ -59,7 +59,7 @@ def test_gradients_are_those_of_a_linear_layer(rows, bias):
 def test_inference_is_the_product_of_any_patched_layer(monkeypatch):
     eager, ours = pair()
     called = []
-    monkeypatch.setattr(_products, "product", lambda *given: called.append(given) or F.linear(*given[:3]))
+    monkeypatch.setattr(_products, "linear_is_ours", lambda *given: called.append(given) or False)
     x = torch.randn(2, 12, 6)
     with torch.no_grad():
         assert torch.equal(ours(x), eager(x)) and len(called) == 1
@@ -113,8 +113,10 @@ def test_transforms_and_autocast_go_past_it():
         assert ours(x).dtype is torch.bfloat16
 
 
-def test_a_recorded_step_multiplies_the_rows_of_each_batch():
+def test_a_recorded_step_multiplies_the_rows_of_each_batch(monkeypatch):
     """The kernels run inside one call of the recording, on memory of each replay."""
+    monkeypatch.setattr(linear_cpu, "MIN_ROWS_ON_AMX", linear_cpu.MIN_ROWS)
+    linear_cpu.few_rows.cache_clear()
     weights = []
     for recorded in (False, True):
         _, layer = pair()
@@ -138,4 +140,5 @@ def test_a_recorded_step_multiplies_the_rows_of_each_batch():
             if kept in (300, 500):  # a replay
                 assert names.count("linear_backward_weight") == 1
         weights.append(layer.weight.detach())
+    linear_cpu.few_rows.cache_clear()
     torch.testing.assert_close(*weights)

@@ -19,7 +19,7 @@ from transformer_kernels.patching._output import OutputLayer
 from transformer_kernels.patching._swap import swap
 from transformer_kernels.patching._transformers import Conv1D
 
-ROWS = 2 * linear_cpu.MIN_ROWS + 87
+ROWS = linear_cpu.MIN_ROWS_ON_AMX + 87
 PRODUCTS = ["linear_forward", "linear_backward_data", "linear_backward_weight"]
 
 pytestmark = pytest.mark.skipif(
@@ -61,8 +61,8 @@ def exact(layer: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor]:
 @pytest.mark.parametrize("kind", ["Conv1D", "output"])
 def test_values_and_gradients_are_the_layers_own(kind: str) -> None:
     eager, ours = layers(kind)
-    x = torch.randn(32, 23, 37, requires_grad=True)
-    dy = torch.randn(32, 23, 70)
+    x = torch.randn(32, 67, 37, requires_grad=True)
+    dy = torch.randn(32, 67, 70)
     exact_layer, exact_x = exact(eager, x)
     with cpu.recorded(calls := []):
         results = [
@@ -89,6 +89,7 @@ def test_second_derivatives(kind: str) -> None:
 def test_linear_layers_of_a_patched_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Six in each of BERT's two layers, one before the output layer, and the output layer; unpatched, PyTorch's own."""
     monkeypatch.setattr(linear_cpu, "MIN_ROWS", 1)
+    monkeypatch.setattr(linear_cpu, "MIN_ROWS_ON_AMX", 1)
     eager, batch = make("bert"), inputs("bert", padding=None)
     ours, counts, losses = copy.deepcopy(eager), [], []
     report = tk.patch(ours, backend="cpu")
@@ -121,6 +122,7 @@ def test_inference_is_ours_where_mkl_is_slow(monkeypatch: pytest.MonkeyPatch, pr
     ("vendor", "level", "recorded", "fewest"),
     [
         ("GenuineIntel", "avx512", True, 256),
+        ("GenuineIntel", "amx", True, 2048),
         ("GenuineIntel", "avx512", False, linear_cpu.ANY),
         ("AuthenticAMD", "avx2", True, 256),
         ("AuthenticAMD", "avx512", True, 32),

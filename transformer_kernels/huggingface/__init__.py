@@ -25,9 +25,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from transformer_kernels import ops
-from transformer_kernels.ops._foreign import refused
+from transformer_kernels.ops._crossovers import is_small
+from transformer_kernels.ops._foreign import refused, transformed
 from transformer_kernels.ops._operation import is_traced
 
 MIN_VERSION = (5, 10)
@@ -77,6 +79,10 @@ REFUSED = {
 }
 
 
+READ = frozenset({*REFUSED, "cu_seq_lens_q", "cu_seq_lens_k"})
+"""Further arguments that change the result."""
+
+
 def attention_forward(
     module: torch.nn.Module,
     query: Tensor,
@@ -118,15 +124,25 @@ def attention_forward(
         ValueError: keys chosen for each query, a paged cache, a head mask, or GPT-2's
             `reorder_and_upcast_attn`, which are not supported.
     """
+    backend = getattr(module, "backend", None)
+    wanted = kwargs.get("output_attentions") or kwargs.get("return_attention")
+    plain = attention_mask is position_bias is sliding_window is softcap is s_aux is None and not dropout
+    plain = plain and not torch.is_grad_enabled()  # SDPA has no second derivatives
+    if plain and kwargs.keys().isdisjoint(READ) and not vars(module).get("reorder_and_upcast_attn"):
+        (_, heads, queries, width), (_, groups, keys, _) = query.shape, key.shape
+        small = is_small("attention rerouted", query, backend, False, keys / width) and transformed() is None
+        if small and keys and queries in (1, keys) and (scaling is None or scaling > 0.0):
+            causal = queries > 1 and _is_causal(module, is_causal)
+            options: dict[str, Any] = {"is_causal": causal, "scale": scaling, "enable_gqa": heads != groups}
+            out = scaled_dot_product_attention(query, key, value, **options).transpose(1, 2)
+            return out, ops.attention_weights(query, key, scale=scaling, causal=causal) if wanted else None
     _refuse(module, kwargs)
-    if refused(type(module).__name__, getattr(module, "backend", None), (query, key, value)) is not None:
+    if refused(type(module).__name__, backend, (query, key, value)) is not None:
         given = {"sliding_window": sliding_window, "position_bias": position_bias, "softcap": softcap, "s_aux": s_aux}
         packing = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
         mask = _eager_mask(module, query, key, attention_mask, is_causal, sliding_window, packing)
         given |= {"dropout": dropout, "scaling": query.shape[-1] ** -0.5 if scaling is None else scaling, **kwargs}
         return _eager_function(module)(module, query, key, value, mask, **given)
-    wanted = kwargs.get("output_attentions") or kwargs.get("return_attention")
-    backend = getattr(module, "backend", None)
     sinks = None if s_aux is None else s_aux.flatten()
     shared: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": sinks, "backend": backend}
     mixed = None
@@ -151,7 +167,7 @@ def attention_forward(
     if position_bias is not None:
         bias = position_bias if bias is None else _added(bias, position_bias)
     bias = _typed(bias, query)
-    options: dict[str, Any] = {
+    options = {
         "causal": causal,
         "key_padding_mask": padding,
         "attn_bias": bias,
@@ -354,7 +370,7 @@ def _refuse(module: torch.nn.Module, options: dict[str, Any]) -> None:
     for name in options.keys() & REFUSED.keys():
         if options[name] is not None:
             raise ValueError(f"attention: {REFUSED[name]} ({name}=) are not supported; use attn_implementation='eager'")
-    if getattr(module, "reorder_and_upcast_attn", False):
+    if vars(module).get("reorder_and_upcast_attn", False):  # which is a number, no part of the module
         raise ValueError("attention: reorder_and_upcast_attn is not supported; use attn_implementation='eager'")
 
 

@@ -1,60 +1,69 @@
 """The sizes of calls that PyTorch's operators compute in less time than the CPU kernels, by instruction set.
 
-For each operation and element size in bytes, forward alone and with gradients: elements from which ours is the faster
-one, or a pair (first, end): PyTorch's is the faster one from `first` on to below `end`.
+For each operation and element size in bytes (0: any), forward alone and with gradients: elements from which ours is
+the faster one, or a pair (first, end): PyTorch's is the faster one from `first` on to below `end`.
 Counted are the elements of the first tensor, of the result of an embedding, and the scores of attention;
 with gradients `linear` has a rule of its own (`patching/_products.py`). "attention rerouted" is F's function inside
-`accelerate`, where a call that is rerouted costs about 8 us more.
+`accelerate`, where a call that is rerouted costs about 8 us more. "attention module" is a patched module, which runs
+its original forward; with a mask its rows are counted. These are measured by `python -m benchmarks.patched --modules`
+in float32, in inference: training is this package's.
 
 "avx2" and "avx512" were measured by `python -m benchmarks.crossovers --write` on an AMD EPYC with AVX-512, each in a
-process that is restricted to it ("avx2" is also the table of plain kernels); "amx" on a Xeon with AMX, its
-add_layer_norm, add_rms_norm and linear on an EPYC with AVX2. Of its rerouted calls the size is the larger one of its
-own, without rerouting, and of "avx512".
+process that is restricted to it ("avx2" is also the table of plain kernels); "amx" on two Xeons with AMX, its linear
+on an EPYC with AVX2: where the Xeons differ, the entry is right on the faster one, 7.7 TFLOP/s in bfloat16 on two
+cores.
 """
 
 NEVER = 1 << 62
-REROUTED = " rerouted"
+REROUTED, MODULE = " rerouted", " module"
 
 Limit = int | tuple[int, int]
 
 LEVELS = ("avx2", "avx512", "amx")
 
 ROWS: dict[tuple[str, int], tuple[tuple[Limit, Limit], ...]] = {
-    ("add_layer_norm", 4): ((1 << 23, 1 << 23), (1 << 14, 1 << 17), (1 << 18, 0)),
-    ("add_rms_norm", 4): ((0, 0), (0, 0), (1 << 14, 0)),
-    ("attention", 4): ((0, 1 << 11), (0, 1 << 11), (1 << 16, 1 << 17)),
-    ("attention", 2): ((0, 0), (0, 0), (1 << 16, 1 << 10)),
-    ("attention rerouted", 4): ((1 << 14, 1 << 15), (1 << 12, 1 << 13), (1 << 16, 1 << 17)),
-    ("attention rerouted", 2): ((1 << 11, 0), (1 << 11, 0), (1 << 16, 1 << 10)),
-    ("cross_entropy", 4): ((1 << 15, 1 << 14), (1 << 14, 1 << 14), (1 << 17, 1 << 16)),
-    ("cross_entropy", 2): ((1 << 15, 1 << 14), (1 << 15, 1 << 14), (1 << 17, 1 << 16)),
-    ("cross_entropy rerouted", 4): ((1 << 17, 1 << 16), (1 << 16, 1 << 16), (1 << 17, 1 << 16)),
+    ("add_layer_norm", 4): ((1 << 23, 1 << 23), (1 << 14, 1 << 17), (1 << 18, 1 << 18)),
+    ("add_rms_norm", 4): ((0, 0), (0, 0), (0, 0)),
+    ("attention", 4): ((0, 1 << 11), (0, 1 << 11), (1 << 11, 1 << 15)),
+    ("attention", 2): ((0, 0), (0, 0), (0, 0)),
+    ("attention module", 0): ((1 << 17, 0), (1 << 17, 0), (1 << 17, 0)),
+    ("attention rerouted", 4): ((1 << 14, 1 << 15), (1 << 12, 1 << 13), (1 << 15, 1 << 17)),
+    ("attention rerouted", 2): ((1 << 11, 0), (1 << 11, 0), (1 << 16, 0)),
+    ("cross_entropy", 4): ((1 << 15, 1 << 14), (1 << 14, 1 << 14), (1 << 15, 1 << 15)),
+    ("cross_entropy", 2): ((1 << 15, 1 << 14), (1 << 15, 1 << 14), (1 << 15, 1 << 15)),
+    ("cross_entropy rerouted", 4): ((1 << 17, 1 << 16), (1 << 16, 1 << 16), (1 << 16, 1 << 16)),
     ("cross_entropy rerouted", 2): ((1 << 16, 1 << 16), (1 << 16, 1 << 16), (1 << 17, 1 << 16)),
-    ("embedding", 4): ((1 << 24, 1 << 19), (1 << 23, 1 << 18), (NEVER, NEVER)),
-    ("embedding", 2): ((NEVER, 1 << 19), (1 << 24, 1 << 19), (NEVER, NEVER)),
-    ("embedding rerouted", 4): ((1 << 24, 1 << 19), (1 << 23, 1 << 19), (NEVER, NEVER)),
-    ("embedding rerouted", 2): ((NEVER, 1 << 19), (1 << 24, 1 << 19), (NEVER, NEVER)),
-    ("gelu", 4): ((1 << 23, 1 << 23), (1 << 21, 0), ((0, 1 << 22), NEVER)),
-    ("gelu", 2): ((1 << 24, 1 << 16), (1 << 24, 1 << 23), (NEVER, NEVER)),
-    ("gelu rerouted", 4): ((1 << 23, 1 << 23), (1 << 21, 1 << 18), ((0, 1 << 22), NEVER)),
-    ("gelu rerouted", 2): ((1 << 24, 1 << 18), (1 << 24, 1 << 23), (NEVER, NEVER)),
-    ("gelu_tanh", 4): ((1 << 11, 1 << 12), (1 << 12, 1 << 13), (1 << 15, 1 << 15)),
-    ("gelu_tanh", 2): ((1 << 11, 1 << 12), (1 << 12, 1 << 13), (1 << 15, 1 << 15)),
-    ("gelu_tanh rerouted", 4): ((1 << 12, 1 << 13), (1 << 13, 1 << 14), (1 << 15, 1 << 15)),
-    ("gelu_tanh rerouted", 2): ((1 << 12, 1 << 13), (1 << 13, 1 << 14), (1 << 15, 1 << 15)),
-    ("layer_norm", 4): ((1 << 16, 1 << 23), (1 << 15, 1 << 23), (1 << 19, 1 << 19)),
-    ("layer_norm", 2): ((1 << 18, 1 << 16), (1 << 16, 1 << 16), (1 << 19, 1 << 18)),
-    ("layer_norm rerouted", 4): ((1 << 17, 1 << 23), (1 << 17, 1 << 18), (1 << 19, 1 << 19)),
-    ("layer_norm rerouted", 2): ((1 << 19, 1 << 17), (1 << 17, 1 << 16), (1 << 19, 1 << 18)),
+    ("embedding", 4): ((1 << 24, 1 << 19), (1 << 23, 1 << 18), (NEVER, 1 << 20)),
+    ("embedding", 2): ((NEVER, 1 << 19), (1 << 24, 1 << 19), (NEVER, 1 << 20)),
+    ("embedding rerouted", 4): ((1 << 24, 1 << 19), (1 << 23, 1 << 19), (NEVER, 1 << 20)),
+    ("embedding rerouted", 2): ((NEVER, 1 << 19), (1 << 24, 1 << 19), (NEVER, 1 << 20)),
+    ("gated mlp module", 0): ((1 << 15, 0), (1 << 15, 0), (1 << 15, 0)),
+    ("gelu", 4): ((1 << 23, 1 << 23), (1 << 21, 0), ((0, 1 << 22), 0)),
+    ("gelu", 2): ((1 << 24, 1 << 16), (1 << 24, 1 << 23), (NEVER, 1 << 23)),
+    ("gelu module", 0): ((1 << 10, 0), (1 << 10, 0), (1 << 10, 0)),
+    ("gelu rerouted", 4): ((1 << 23, 1 << 23), (1 << 21, 1 << 18), ((0, 1 << 22), 0)),
+    ("gelu rerouted", 2): ((1 << 24, 1 << 18), (1 << 24, 1 << 23), (NEVER, 1 << 23)),
+    ("gelu_tanh", 4): ((1 << 11, 1 << 12), (1 << 12, 1 << 13), (1 << 12, 1 << 13)),
+    ("gelu_tanh", 2): ((1 << 11, 1 << 12), (1 << 12, 1 << 13), (1 << 12, 1 << 13)),
+    ("gelu_tanh rerouted", 4): ((1 << 12, 1 << 13), (1 << 13, 1 << 14), (1 << 12, 1 << 13)),
+    ("gelu_tanh rerouted", 2): ((1 << 12, 1 << 13), (1 << 13, 1 << 14), (1 << 12, 1 << 14)),
+    ("layer_norm", 4): ((1 << 16, 1 << 23), (1 << 15, 1 << 23), (1 << 19, 1 << 22)),
+    ("layer_norm", 2): ((1 << 18, 1 << 16), (1 << 16, 1 << 16), (1 << 17, 1 << 16)),
+    ("layer_norm rerouted", 4): ((1 << 17, 1 << 23), (1 << 17, 1 << 18), (1 << 19, 1 << 22)),
+    ("layer_norm rerouted", 2): ((1 << 19, 1 << 17), (1 << 17, 1 << 16), (1 << 17, 1 << 17)),
     ("linear", 4): ((NEVER, 0), (NEVER, 0), (NEVER, 0)),
-    ("rms_norm", 4): ((0, 0), (0, 0), (1 << 15, 1 << 15)),
-    ("rms_norm", 2): ((0, 0), (0, 0), (1 << 15, 1 << 14)),
-    ("rms_norm rerouted", 4): ((1 << 15, 0), (0, 0), (1 << 15, 1 << 15)),
-    ("rms_norm rerouted", 2): ((0, 0), (0, 0), (1 << 15, 1 << 14)),
-    ("softmax", 4): ((1 << 15, 1 << 18), (1 << 14, 1 << 16), (1 << 16, 1 << 19)),
-    ("softmax", 2): ((1 << 16, 1 << 24), (1 << 14, 1 << 17), (1 << 18, NEVER)),
-    ("softmax rerouted", 4): ((1 << 16, 1 << 18), (1 << 15, 1 << 17), (1 << 16, 1 << 19)),
-    ("softmax rerouted", 2): ((1 << 16, 1 << 24), (1 << 15, 1 << 17), (1 << 18, NEVER)),
+    ("masked attention module", 0): ((1 << 7, 0), (1 << 7, 0), (1 << 7, 0)),
+    ("packed mlp module", 0): ((1 << 17, 0), (1 << 17, 0), (1 << 17, 0)),
+    ("residual norm module", 0): ((1 << 23, 0), (1 << 14, 0), (1 << 18, 0)),
+    ("rms_norm", 4): ((0, 0), (0, 0), (0, 0)),
+    ("rms_norm", 2): ((0, 0), (0, 0), (0, 0)),
+    ("rms_norm module", 0): ((0, 0), (0, 0), (1 << 15, 0)),
+    ("rms_norm rerouted", 4): ((1 << 15, 0), (0, 0), (1 << 14, 0)),
+    ("rms_norm rerouted", 2): ((0, 0), (0, 0), (0, 0)),
+    ("softmax", 4): ((1 << 15, 1 << 18), (1 << 14, 1 << 16), (1 << 14, 1 << 19)),
+    ("softmax", 2): ((1 << 16, 1 << 24), (1 << 14, 1 << 17), (1 << 15, NEVER)),
+    ("softmax rerouted", 4): ((1 << 16, 1 << 18), (1 << 15, 1 << 17), (1 << 15, 1 << 19)),
+    ("softmax rerouted", 2): ((1 << 16, 1 << 24), (1 << 15, 1 << 17), (1 << 15, NEVER)),
 }
 """One column for each of LEVELS."""
 

@@ -13,9 +13,10 @@ from torch.compiler import is_dynamo_compiling
 from transformer_kernels.backends import cpu
 from transformer_kernels.backends.dispatch import get_backend
 from transformer_kernels.ops import _crossover_table
+from transformer_kernels.ops._checks import PLAIN
 from transformer_kernels.ops._crossover_table import NEVER, TABLE, Limit
 from transformer_kernels.ops._dropout import compiled
-from transformer_kernels.ops._plan import any_autocast, dispatch_modes, is_jit_tracing
+from transformer_kernels.ops._plan import any_autocast, is_jit_tracing
 
 TABLE_FILE = _crossover_table.__file__
 LEVELS = {"avx512": "avx512", "avx512_bf16": "avx512", "amx": "amx"}
@@ -34,7 +35,8 @@ cpu.dependents.append(level.cache_clear)
 
 def crossover(name: str, itemsize: int, column: str | None = None) -> tuple[Limit, Limit]:
     """The sizes that are PyTorch's, forward alone and with gradients; none without an entry."""
-    return TABLE[column or level()].get((name, itemsize), (0, 0))
+    limits = TABLE[column or level()]
+    return limits.get((name, itemsize)) or limits.get((name, 0), (0, 0))
 
 
 def described(name: str, x: Tensor) -> str | None:
@@ -52,27 +54,38 @@ def _size(limit: Limit) -> str:
     return f"of {first} to {end - 1} elements" if first else f"of fewer than {end} elements"
 
 
-def prefers_torch(
-    name: str, elements: int, itemsize: int, *, recorded: bool, random: bool = False, column: str | None = None
-) -> bool:
-    """Whether PyTorch computes an operation on a CPU in less time than this package: the decision of "auto".
+@functools.cache
+def of_pytorch(name: str, itemsize: int, recorded: bool | None, column: str | None = None) -> tuple[int, int]:
+    """The first size that PyTorch computes on a CPU in less time than this package, and the first that it does not.
 
-    A function of its arguments, of the instruction set in use, and of whether results are reproducible: then never.
+    It decides for "auto" everywhere: in operations, patched modules, `accelerate` and graphs. A function of its
+    arguments, of the instruction set in use, and of whether results are reproducible: then no size is PyTorch's.
 
     Args:
-        name: an operation of the table of crossovers; no other one is PyTorch's.
-        elements: as counted in the table.
+        name: a row of the table of crossovers; PyTorch computes nothing else.
         itemsize: bytes of an element, in the dtype in which it is computed.
-        recorded: whether autograd records the call.
-        random: whether it draws random numbers. Then `recorded` is ignored: activation checkpointing runs a call
-            without gradients, and again with them, and both must draw the same numbers.
+        recorded: whether autograd records the call; None: the sizes that are PyTorch's in both cases.
         column: of the table; by default the column of the instruction set in use.
     """
     if cpu.is_reproducible():
-        return False
-    forward, training = crossover(name, itemsize, column)
-    limit = training if recorded or random else forward
-    return limit[0] <= elements < limit[1] if isinstance(limit, tuple) else elements < limit
+        return 0, 0
+    limits = [limit if isinstance(limit, tuple) else (0, limit) for limit in crossover(name, itemsize, column)]
+    if recorded is None:
+        return max(first for first, _ in limits), min(end for _, end in limits)
+    return limits[recorded]
+
+
+cpu.dependents.append(of_pytorch.cache_clear)
+
+
+def prefers_torch(name: str, elements: int, itemsize: int, *, recorded: bool, random: bool = False) -> bool:
+    """Whether a call of so many elements is PyTorch's.
+
+    `random`: it draws random numbers. Then `recorded` is ignored: activation checkpointing runs a call without
+    gradients, and again with them, and both must draw the same numbers.
+    """
+    first, end = of_pytorch(name, itemsize, recorded or random)
+    return first <= elements < end
 
 
 class Native(NamedTuple):
@@ -100,29 +113,14 @@ def native(found: Native | None, call: Any, values: Sequence[Any]) -> Callable[.
     return found.function if prefers_torch(found.name, found.elements, x.dtype.itemsize, recorded=False) else None
 
 
-def is_small(limit: int | str, x: Tensor, backend: str | None) -> bool:
-    """Whether a call that reads x is eager inference on a CPU in "auto", of fewer elements than a limit.
+def is_small(name: str, x: Tensor, backend: str | None, recorded: bool, per_element: float = 1) -> bool:
+    """Whether a module that reads x runs PyTorch's code: in "auto" on a CPU, for the sizes of a row of the table.
 
-    Not for calls that draw random numbers, which recomputation with gradients must draw again.
-
-    Args:
-        limit: a number of elements, or an operation whose crossover it is.
+    Not where a graph for other sizes is made of it. The size is the number of elements of x times `per_element`.
     """
-    if torch.is_grad_enabled() or is_dynamo_compiling() or dispatch_modes() or is_jit_tracing() or not x.is_cpu:
+    if type(x) not in PLAIN or not x.is_cpu or is_dynamo_compiling() or is_jit_tracing():
         return False
     if (get_backend() if backend is None else backend) != "auto":
         return False
-    first, end = _of_pytorch(limit, x.dtype)
-    return first <= x.numel() < end
-
-
-@functools.cache
-def _of_pytorch(limit: int | str, dtype: torch.dtype) -> tuple[int, int]:
-    """The first size that is PyTorch's in inference, and the first that is not."""
-    if cpu.is_reproducible():
-        return 0, 0
-    found = limit if isinstance(limit, int) else crossover(limit, dtype.itemsize)[0]
-    return found if isinstance(found, tuple) else (0, found)
-
-
-cpu.dependents.append(_of_pytorch.cache_clear)
+    first, end = of_pytorch(name, x.dtype.itemsize, recorded)
+    return first <= x.numel() * per_element < end

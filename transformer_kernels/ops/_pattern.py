@@ -155,16 +155,13 @@ class Prepared(NamedTuple):
     values: tuple[Any, ...]
 
 
-class Applied(NamedTuple):
-    """An argument computed by an elementwise function at the position of the match, of the shape of the first value.
+class Expr(NamedTuple):
+    """A canonical operation; its arguments are nodes, further expressions and constants."""
 
-    Args:
-        function: torch's.
-        values: nodes.
-    """
-
-    function: Any
-    values: tuple[Any, ...]
+    op: str
+    args: tuple[Any, ...]
+    via: tuple[Any, ...] = ()
+    """Nodes between it and its arguments."""
 
 
 class Replacement(NamedTuple):

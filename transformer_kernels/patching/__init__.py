@@ -40,8 +40,8 @@ def patch(model: nn.Module, backend: str | None = None, *, unpad: bool = False) 
     In modules of other packages, such as timm's attention and norms: the calls F.scaled_dot_product_attention,
     F.layer_norm and F.rms_norm in their own forwards, by the rules of `accelerate`; also timm's Mlp.
 
-    With "auto" on a CPU, the original modules compute inference (evaluation mode, no gradients) that is too small for
-    these kernels to be faster.
+    With "auto" on a CPU, the original modules compute what is too small for these kernels to be faster: inference
+    (evaluation mode, no gradients), and training of norms, GELU and softmax.
 
     With `unpad`, hidden states at padding are zeros and batches padded on the right are packed inside the encoder:
     BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT and ModernBERT with a mask of tokens (B, L), and

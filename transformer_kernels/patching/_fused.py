@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
 from torch.compiler import is_compiling
 
 from transformer_kernels import ops
@@ -31,11 +31,13 @@ def add_norm(
     branch: Tensor, stream: Tensor, dropout: Any, norm: Any, backend: str | None, fused: bool = True
 ) -> tuple[Tensor, Tensor]:
     """(norm(s), s) with s = dropout(branch) + stream."""
+    random = dropout is not None and dropout.training
+    fused = fused and not is_small("residual norm module", stream, backend, random or is_grad_enabled())
     fused = fused and is_plain(norm, nn.LayerNorm) and norm.weight is not None and norm.weight.dim() == 1
     if not fused or not (dropout is None or is_plain(dropout, nn.Dropout)):
         summed = dropped(branch, dropout) + stream
         return norm(summed), summed
-    rate = dropout.p if dropout is not None and dropout.training else 0.0
+    rate = dropout.p if random else 0.0
     return ops.add_layer_norm(branch, stream, norm.weight, norm.bias, eps=norm.eps, dropout_p=rate, backend=backend)
 
 
@@ -52,7 +54,7 @@ def gelu_kind(activation: Any) -> str | None:
 
 def activated(x: Tensor, linear: Any, activation: Any, backend: str | None) -> Tensor:
     """activation(linear(x)) in one operation if possible, else with the bias added by the activation."""
-    if is_small("linear", x, backend):
+    if is_small("linear", x, backend, is_grad_enabled()):
         return activation(linear(x))
     approximate = gelu_kind(activation)
     relu = approximate is None and (activation is F.relu or is_plain(activation, nn.ReLU))

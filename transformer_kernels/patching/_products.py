@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.compiler import is_compiling
+from torch import Tensor, is_grad_enabled, nn
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import functional as F
 
 from transformer_kernels import ops
@@ -14,6 +14,7 @@ from transformer_kernels.backends.dispatch import requested
 from transformer_kernels.ops._foreign import UNPATCH, foreign, transformed
 from transformer_kernels.ops._operation import autocast_dtype
 from transformer_kernels.ops.linear import _cpu as linear_cpu
+from transformer_kernels.ops.linear._cpu import ANY
 from transformer_kernels.patching._swap import Mixin, is_plain, parameters, swap
 
 MIN_PRODUCTS = 3 << 19
@@ -32,25 +33,26 @@ def is_eager_cpu(x: Tensor) -> bool:
 
 def are_ours(x: Tensor, weight: Tensor, backend: str | None) -> bool:
     """Whether csrc/cpu/products multiplies float32 x (..., K) by a weight of either layout: ops/linear/README.md."""
-    if is_compiling() or requested(backend) not in OURS:
-        return False
-    if not linear_cpu.multiplies(x, weight, torch.is_grad_enabled()):
-        return False
-    return x.dtype is torch.float32 and autocast_dtype(x) is None and _can_be_ours(x, weight)
+    return _is_faster(x, weight, backend) and _is_float32(x) and _can_be_ours(x, weight)
 
 
 def linear_is_ours(x: Tensor, weight: Tensor, backend: str | None) -> bool:
     """Whether it multiplies x (..., K) by weight (N, K), in float32 or, with gradients, in autocast's bfloat16."""
-    if is_compiling():
+    if not _is_faster(x, weight, backend):
         return False
-    recorded = torch.is_grad_enabled()
-    if not linear_cpu.multiplies(x, weight, recorded) or requested(backend) not in OURS:
-        return False
-    dtype = autocast_dtype(x)
-    if dtype is None:
-        return x.dtype is torch.float32 and _can_be_ours(x, weight)
-    known = dtype is torch.bfloat16 and x.dtype in (torch.float32, torch.bfloat16)
-    return known and recorded and _can_be_ours(x, weight)
+    known = autocast_dtype(x) is torch.bfloat16 and x.dtype in (torch.float32, torch.bfloat16)
+    return (_is_float32(x) or (known and torch.is_grad_enabled())) and _can_be_ours(x, weight)
+
+
+def _is_faster(x: Tensor, weight: Tensor, backend: str | None) -> bool:
+    recorded = is_grad_enabled()
+    if is_dynamo_compiling() or requested(backend) not in OURS or linear_cpu.few_rows(ANY, recorded) == ANY:
+        return False  # for the last reason no weight's product is faster
+    return not is_compiling() and linear_cpu.multiplies(x, weight, recorded)
+
+
+def _is_float32(x: Tensor) -> bool:
+    return x.dtype is torch.float32 and autocast_dtype(x) is None
 
 
 def _can_be_ours(x: Tensor, weight: Tensor) -> bool:
@@ -103,8 +105,10 @@ class Linear(AnyLinear):
     """x W^T + b of a layer inside a model; the report does not list it."""
 
     def forward(self, input: Tensor) -> Tensor:
-        weight, bias = parameters(self, "weight", "bias")
-        return product(input, weight, bias, self.backend)
+        weight, bias = parameters(self)
+        if linear_is_ours(input, weight, self.backend):
+            return ops.linear(input, weight, bias, backend=self.backend)
+        return F.linear(input, weight, bias)
 
 
 def adopt_linear_layers(module: nn.Module) -> None:

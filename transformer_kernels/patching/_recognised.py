@@ -35,6 +35,7 @@ class RMSNorm(Mixin):
     """weight * normed(x).to(dtype): the result has the wider dtype of input and weight (Llama)."""
 
     operation = "rms_norm"
+    small_below = "rms_norm module"
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return rms_norm_of(self, hidden_states, self.backend)
@@ -80,8 +81,6 @@ class RoundedRMSNorm(Mixin):
 class ShiftedRMSNorm(RoundedRMSNorm):
     """((1 + weight) * normed(x)).to(dtype) (Gemma)."""
 
-    forward = RoundedRMSNorm.forward
-
     def scale(self, x: Tensor) -> Tensor:
         return _weight_for(x, 1.0 + self.weight.float())
 
@@ -109,13 +108,15 @@ class DecoderLayer(Mixin):
     """The residual addition after attention is fused with the norm that reads the sum."""
 
     operation = "add_rms_norm"
+    small_below = "rms_norm module"
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         given = self.by_name(args, kwargs)
         hidden_states = given.pop("hidden_states")
-        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **given)
-        x, stream = self._added(attended, hidden_states, self.post_attention_layernorm)
-        return stream + self.mlp(x)
+        parts: Any = self._modules  # reading them as attributes takes ten times as long
+        attended, _ = parts["self_attn"](hidden_states=parts["input_layernorm"](hidden_states), **given)
+        x, stream = self._added(attended, hidden_states, parts["post_attention_layernorm"])
+        return stream + parts["mlp"](x)
 
     def _added(self, attended: Tensor, stream: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
         """(norm(s), s) with s = stream + attended."""
@@ -156,7 +157,7 @@ class GatedMLP(Mixin):
     """down(act(gate(x)) * up(x)) of a SiLU or GELU."""
 
     operation = "swiglu or geglu"
-    small_below = 1 << 15
+    small_below = "gated mlp module"
 
     def forward(self, x: Tensor) -> Tensor:
         gate = gate_of(self.act_fn)
@@ -169,7 +170,7 @@ class PackedGatedMLP(Mixin):
     """down(up * act(gate)) of a SiLU or GELU, gate and up from one projection (Phi-3, GLM)."""
 
     operation = "swiglu or geglu"
-    small_below = 1 << 17
+    small_below = "packed mlp module"
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         gate = gate_of(self.activation_fn)
@@ -182,7 +183,7 @@ class T5GatedMLP(Mixin):
     """wo(dropout(gelu(wi_0(x)) * wi_1(x)))."""
 
     operation = "geglu"
-    small_below = 1 << 15
+    small_below = "gated mlp module"
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         gate = gate_of(self.act)
@@ -208,8 +209,7 @@ class RotaryAttention(ByBackend):
     """The original forward, in which `rotary` replaces `apply_rotary_pos_emb`, and with it our attention function."""
 
     operation = "rotary, attention"
-    small_below = 1 << 17
-    forward = ByBackend.forward
+    small_below = "attention module"
 
     @staticmethod
     def content(original: Any) -> dict[str, Any]:

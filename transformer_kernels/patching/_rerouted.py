@@ -44,7 +44,6 @@ class _Rerouted(ByBackend):
 
 class ReroutedAttention(_Rerouted):
     operation = "attention"
-    forward = ByBackend.forward
 
     def _adopt(self) -> None:
         adopt_linear_layers(self)
@@ -52,12 +51,10 @@ class ReroutedAttention(_Rerouted):
 
 class ReroutedLayerNorm(_Rerouted):
     operation = "layer_norm"
-    forward = ByBackend.forward
 
 
 class ReroutedRMSNorm(_Rerouted):
     operation = "rms_norm"
-    forward = ByBackend.forward
 
 
 def _with_ours(forward: Any, backend: str | None) -> Any:

@@ -12,17 +12,13 @@ import math
 import types
 from typing import TYPE_CHECKING, Any, cast
 
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
 
 from transformer_kernels.backends.dispatch import BACKENDS, requested
 from transformer_kernels.ops._crossovers import is_small
 from transformer_kernels.ops._foreign import SCALARS, UNPATCH, are_plain
+from transformer_kernels.ops._plan import dispatch_modes
 from transformer_kernels.patching._guard import guarded
-
-MASKED_ROWS = 128
-"""Rows of x from which attention with a mask is faster in these kernels."""
-
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Patched:
@@ -45,10 +41,9 @@ class Mixin(nn.Module):
     """The changed behaviour of a patched module of transformers; submodules are named as in the original class."""
 
     operation: str
-    small_below: int | str = 0
-    """Elements of the first argument below which inference on a CPU is the original forward's; or the operation whose
-    crossover it is. 0 where the operations of the forward decide themselves. Measured by `python -m benchmarks.patched
-    --modules`, in float32."""
+    small_below = ""
+    """The row of the table of crossovers with the sizes of the first argument for which the original forward runs on a
+    CPU; "" where the operations of the forward decide themselves."""
     backend: str | None
     repeatable = False
     """Whether a call that raised has changed nothing: no submodule was called."""
@@ -147,25 +142,26 @@ def with_global(function: Any, name: str, value: Any) -> Any:
 
 
 def _left_if_small(ours: Any, original: Any, mixin: Any) -> Any:
-    """The patched forward, or the original one for inference on a CPU below `mixin.small_below` elements.
+    """The patched forward, or the original one for sizes that are PyTorch's by the row `mixin.small_below`.
 
-    Not where a dropout draws random numbers: activation checkpointing repeats such a call with gradients.
+    A call in which a dropout draws random numbers counts as one with gradients, in which activation checkpointing
+    repeats it.
     """
-    below, argument = mixin.small_below, getattr(mixin, "small_argument", 0)
-    tensors = getattr(mixin, "small_tensors", None)
+    row, argument = mixin.small_below, getattr(mixin, "small_argument", 0)
+    masked_row, tensors = getattr(mixin, "small_masked", None), getattr(mixin, "small_tensors", 0)
     as_before = getattr(mixin, "as_before", original)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        x = args[argument] if len(args) > argument else next(iter(kwargs.values()), None)
-        if self.training or not isinstance(x, Tensor) or not is_small(below, x, self.backend):
-            return ours(self, *args, **kwargs)
+        x: Any = args[argument] if len(args) > argument else next(iter(kwargs.values()), None)
+        recorded = self.training or is_grad_enabled()
         for module in self._modules.values():
-            if module is not None and module.training:
-                return ours(self, *args, **kwargs)
-        if tensors is None or SCALARS.issuperset(map(type, (*args[tensors:], *kwargs.values()))):
-            return as_before(self, *args, **kwargs)
-        if x.numel() >= MASKED_ROWS * x.shape[-1]:
+            recorded = recorded or (module is not None and module.training)
+        if not is_small(row, x, self.backend, recorded):
             return ours(self, *args, **kwargs)
+        if masked_row is None or SCALARS.issuperset(map(type, (*args[tensors:], *kwargs.values()))):
+            return as_before(self, *args, **kwargs)
+        if dispatch_modes() or not is_small(masked_row, x, self.backend, recorded, 1.0 / x.shape[-1]):
+            return ours(self, *args, **kwargs)  # a step that is recorded does not read values
         result = as_before(self, *args, **kwargs)
         out = result[0] if isinstance(result, tuple) else result
         return ours(self, *args, **kwargs) if math.isnan(out.sum()) else result
@@ -173,22 +169,27 @@ def _left_if_small(ours: Any, original: Any, mixin: Any) -> Any:
     return forward
 
 
-def parameters(module: Any, *names: str) -> list[Any]:
-    """Parameters of a module, in a tenth of the time of its attributes; other attributes if it is parametrized."""
+def parameters(module: Any) -> tuple[Any, Any]:
+    """weight and bias of a module, in a tenth of the time of its attributes; those if it is parametrized."""
     found = module._parameters
     try:
-        return [found[name] for name in names]
+        return found["weight"], found["bias"]
     except KeyError:
-        return [getattr(module, name) for name in names]
+        return module.weight, module.bias
 
 
-def flattened(module: Any, **attributes: Any) -> Any:
-    """A module for one call of an original forward, with these attributes.
+def flattened(module: Any, parts: bool = False) -> Any:
+    """A module of the original class for one call of its forward, and of its patched `parts` that have no hooks.
 
     Its parameters and submodules are attributes of the instance, which are read in a tenth of the time.
     """
-    flat: Any = object.__new__(type(module))
-    vars(flat).update(vars(module), **module._parameters, **module._modules, **attributes)
+    flat: Any = object.__new__(vars(type(module)).get("_original", type(module)))
+    own = vars(flat)
+    own.update(vars(module), **module._parameters, **module._modules)
+    own.update(getattr(type(module), "before", ()))
+    for name, part in module._modules.items() if parts else ():
+        if "_original" in vars(type(part)) and part.backend == module.backend and not has_hooks(part):
+            own[name] = flattened(part)
     return flat
 
 
@@ -237,14 +238,15 @@ def is_plain(module: Any, *kinds: type) -> bool:
 
 def has_hooks(module: Any) -> bool:
     """Whether a module has hooks, which must be called with it."""
-    return any(getattr(module, hooks) for hooks in HOOKS)
+    forward = module._forward_hooks or module._forward_pre_hooks
+    return bool(forward or module._backward_hooks or module._backward_pre_hooks)
 
 
 class MovedDropout(nn.Dropout):
     """Dropout that the enclosing block applies, in one pass with the residual addition and the LayerNorm."""
 
     guards_itself = True
-    small_below = 0
+    small_below = ""
 
     def forward(self, x: Tensor) -> Tensor:
         return x

@@ -15,23 +15,23 @@ from transformer_kernels.patching._guard import BLOCKS
 from transformer_kernels.patching._products import product, product_of
 from transformer_kernels.patching._real_tokens import RealTokens, zeroed
 from transformer_kernels.patching._recognised import rms_norm_of
-from transformer_kernels.patching._swap import flattened, has_hooks, is_plain, parameters
+from transformer_kernels.patching._swap import flattened, is_plain, parameters
 from transformer_kernels.patching._torch_calls import is_autocast
 
 
 class LayerNorm(ours.LayerNorm):
     repeatable = True
-    operation = small_below = "layer_norm"
+    operation, small_below = "layer_norm", "layer_norm rerouted"
 
     def as_before(self, input: Tensor) -> Tensor:
         """The original function without the attributes and checks of two methods, which take as long as few rows."""
-        weight, bias = parameters(self, "weight", "bias")
+        weight, bias = parameters(self)
         return torch.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
 
 class RMSNorm(nn.RMSNorm):
     repeatable = True
-    operation = small_below = "rms_norm"
+    operation, small_below = "rms_norm", "rms_norm module"
     backend: str | None
 
     @staticmethod
@@ -40,8 +40,7 @@ class RMSNorm(nn.RMSNorm):
 
     def as_before(self, x: Tensor) -> Tensor:
         """As in LayerNorm."""
-        (weight,) = parameters(self, "weight")
-        return torch.rms_norm(x, self.normalized_shape, weight, self.eps)
+        return torch.rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm_of(self, x, self.backend).to(x.dtype)
@@ -49,12 +48,12 @@ class RMSNorm(nn.RMSNorm):
 
 class GELU(ours.GELU):
     repeatable = True
-    operation = small_below = "gelu"
+    operation, small_below = "gelu", "gelu rerouted"
 
 
 class Softmax(ours.Softmax):
     repeatable = True
-    operation = small_below = "softmax"
+    operation, small_below = "softmax", "softmax rerouted"
 
     def as_before(self, input: Tensor) -> Tensor:
         """As in LayerNorm."""
@@ -65,12 +64,19 @@ class Softmax(ours.Softmax):
         return "dim is not given" if module.dim is None else None
 
 
+def _as_before(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """The original forward, its fused path included, which `_adopt` closes for other callers."""
+    return type(module)._original.forward(flattened(module, parts=True), *args, **kwargs)
+
+
 class MultiHeadAttention(ours.MultiHeadAttention):
     repeatable = True
     causal_by_itself = False
+    before = (("_qkv_same_embed_dim", True),)
     operation = "attention"
-    small_below = 1 << 17
-    small_tensors = 3  # a mask may hide all keys of a row, for which the original's result is NaN
+    small_below = "attention module"
+    small_masked = "masked attention module"  # which may hide all keys of a row: the original's result is NaN
+    small_tensors = 3
 
     @staticmethod
     def refuses(module: Any) -> str | None:
@@ -78,11 +84,8 @@ class MultiHeadAttention(ours.MultiHeadAttention):
             return "kdim or vdim differ from embed_dim"
         return "add_bias_kv or add_zero_attn" if module.bias_k is not None or module.add_zero_attn else None
 
-    def as_before(self, *args: Any, **kwargs: Any) -> Any:
-        """The original forward, its fused path included, which `_adopt` closes for other callers."""
-        return nn.MultiheadAttention.forward(flattened(self, _qkv_same_embed_dim=True), *args, **kwargs)
-
-    original_forward = as_before
+    as_before = _as_before
+    original_forward = _as_before
 
     def _adopt(self) -> None:
         self._qkv_same_embed_dim = False
@@ -117,7 +120,7 @@ def _differ(x: Tensor, *masks: Tensor | None) -> bool:
 class TransformerEncoder(nn.TransformerEncoder):
     """torch's encoder without nested tensors. Where torch makes these, and with `unpad`, real tokens are packed."""
 
-    small_below = 0
+    small_below = ""
     unpad = False
 
     def _adopt(self) -> None:
@@ -178,17 +181,11 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
     """Self-attention and a feed-forward network, each fused with its dropout, residual addition and LayerNorm."""
 
     operation = "add_layer_norm and linear"
-    small_below = 1 << 17
+    small_below, small_masked = "attention module", "masked attention module"
     small_tensors = 1
     backend: str | None
 
-    def as_before(self, *args: Any, **kwargs: Any) -> Any:
-        """The original forward, its fused path included."""
-        layer, attention = flattened(self), self._modules["self_attn"]
-        known = isinstance(attention, MultiHeadAttention) and attention.backend == self.backend
-        if known and not has_hooks(attention):
-            layer.__dict__["self_attn"] = flattened(attention, _qkv_same_embed_dim=True)
-        return nn.TransformerEncoderLayer.forward(layer, *args, **kwargs)
+    as_before = _as_before
 
     def forward(
         self,
@@ -208,13 +205,11 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
     """Self-attention, cross-attention and a feed-forward network, fused as in the encoder's layer."""
 
     operation = "add_layer_norm and linear"
-    small_below = 1 << 17
+    small_below = small_masked = "attention module"  # masks are no reason: the larger part is no attention
     small_tensors = 2
     backend: str | None
 
-    def as_before(self, *args: Any, **kwargs: Any) -> Any:
-        """The original forward."""
-        return nn.TransformerDecoderLayer.forward(flattened(self), *args, **kwargs)
+    as_before = _as_before
 
     def forward(
         self,

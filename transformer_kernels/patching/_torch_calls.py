@@ -7,7 +7,6 @@ alignment of causality, the polarity of masks, the axis of classes and the dtype
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,10 +15,9 @@ import torch
 from torch import Tensor
 
 from transformer_kernels import ops
-from transformer_kernels.backends import cpu
 from transformer_kernels.backends.dispatch import unavailable
 from transformer_kernels.ops._crossover_table import REROUTED
-from transformer_kernels.ops._crossovers import crossover, prefers_torch
+from transformer_kernels.ops._crossovers import of_pytorch, prefers_torch
 from transformer_kernels.ops._foreign import rejected
 from transformer_kernels.ops._plan import any_autocast, dispatch_modes
 from transformer_kernels.ops.attention import flex
@@ -88,30 +86,20 @@ def is_left(operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
             return False
         elements = x.numel()
         if operation == "linear":
-            return elements < linear_cpu.few_rows(args[1].numel(), True) * x.size(-1)
+            return elements < linear_cpu.few_rows(args[1].numel(), True) * x.shape[-1]
         if operation == "attention":
             if any_autocast():
                 return False
-            elements = elements // x.size(-1) * args[1].size(-2)
+            elements = elements // x.shape[-1] * args[1].shape[-2]
         elif operation == "embedding":
-            elements = args[1].numel() * x.size(-1)
+            elements = args[1].numel() * x.shape[-1]
         elif kwargs and kwargs.get("approximate") == "tanh":
             operation = "gelu_tanh"
-        return elements < _left_below(operation, x.dtype)
+        either = torch.is_grad_enabled() or operation == "attention"  # whose dropout counts as with gradients
+        first, end = of_pytorch(operation + REROUTED, x.dtype.itemsize, None if either else False)
+        return first <= elements < end
     except (AttributeError, IndexError, RuntimeError, TypeError, ZeroDivisionError):  # the handler has the reason
         return False
-
-
-@functools.cache
-def _left_below(operation: str, dtype: torch.dtype) -> int:
-    """The elements below which "auto" leaves calls to PyTorch, with gradients and without."""
-    if dtype not in FLOATING or cpu.is_reproducible():
-        return 0
-    limits = crossover(operation + REROUTED, dtype.itemsize)
-    return min(limit if isinstance(limit, int) else 0 if limit[0] else limit[1] for limit in limits)
-
-
-cpu.dependents.append(_left_below.cache_clear)
 
 
 def computed_dtype(x: Tensor) -> torch.dtype:

@@ -12,7 +12,7 @@ from transformer_kernels.ops._foreign import refused
 from transformer_kernels.patching import _fused
 from transformer_kernels.patching._fused import add_norm
 from transformer_kernels.patching._products import by_columns
-from transformer_kernels.patching._swap import Mixin, MovedDropout, is_plain, swap
+from transformer_kernels.patching._swap import Mixin, MovedDropout, is_plain, parameters, swap
 from transformer_kernels.patching._torch_calls import is_autocast
 
 
@@ -20,7 +20,7 @@ class Activation(Mixin):
     """A GELU of transformers.activations."""
 
     operation = "gelu"
-    small_below: int | str = 1 << 10
+    small_below = "gelu module"
 
     def forward(self, x: Tensor) -> Tensor:
         approximate = _fused.GELU_CLASSES[_fused.class_path(self)]
@@ -28,19 +28,18 @@ class Activation(Mixin):
 
 
 class ExactActivation(Activation):
-    small_below = "gelu"
-    forward = Activation.forward
+    small_below = "gelu rerouted"
 
 
 class TanhActivation(Activation):
-    small_below = "gelu_tanh"
-    forward = Activation.forward
+    small_below = "gelu_tanh rerouted"
 
 
 class ResidualNorm(Mixin):
     """LayerNorm(dropout(dense(x)) + residual): the output of BERT's attention and feed-forward network."""
 
-    operation = small_below = "add_layer_norm"
+    operation = "add_layer_norm"
+    small_below = "residual norm module"
     small_argument = 1
 
     def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
@@ -95,9 +94,10 @@ class Conv1D(Mixin):
     """x W + b with the weight as (K, N)."""
 
     operation = "linear"
+    guards_itself = True
 
     def forward(self, x: Tensor) -> Tensor:
-        return by_columns(x, self.weight, self.bias, self.backend)
+        return by_columns(x, *parameters(self), self.backend)
 
 
 class LabelsOutside(Mixin):
@@ -135,8 +135,6 @@ class LabelsShiftedIn(LabelsOutside):
     def _given(self, labels: Tensor, positional: int, kwargs: dict[str, Any]) -> dict[str, Any]:
         given = any(kwargs.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
         return kwargs if given or positional > 2 else {**kwargs, "decoder_input_ids": self._shift_right(labels)}
-
-    forward = LabelsOutside.forward
 
 
 def causal_lm_loss(

@@ -241,10 +241,8 @@ class Certificate:
         if is_forward and not self._was_forward:  # the next step: an optimizer may write without a new version
             self._memory.clear()
         self._was_forward = is_forward
-        if self._skip <= 1 or is_loss or self._memory or not tally.samples:
-            return False
         self._skip -= 1
-        return True
+        return not (self._skip <= 0 or is_loss or self._memory or not tally.samples)
 
     def _observe(
         self, name: str, seen: Callable[..., Observed], is_loss: bool, backend: str, layer: str | None, given: Any = ()
@@ -273,7 +271,6 @@ class Certificate:
         if tally.samples == 0:
             limit = max(limit, GRACE)
         else:
-            self._skip -= 1
             if self._skip > 0:
                 return False
             self._skip = self._random.randrange(1, SKIPPED)

@@ -18,8 +18,8 @@ from transformer_kernels.ops._operation import is_traced
 from transformer_kernels.ops._pattern import (
     HOLE,
     SMALL,
-    Applied,
     Call,
+    Expr,
     Input,
     Match,
     Number,
@@ -79,7 +79,7 @@ CONTEXT = Call("matmul", maybe(lambda w: Call("batch_view", w, Option("weights")
 ATTENTION = CONTEXT | Call("permute", CONTEXT, Option("axes"))
 
 
-FACTORS: dict[str, Any] = {"times": torch.mul, "over": torch.div}
+FACTORS = {"times": "mul", "over": "div"}
 """Steps that are applied to the queries instead of the scores."""
 
 
@@ -364,7 +364,7 @@ def _steps(match: Match) -> tuple[list[Step], list[Any], int | None, int | None,
                 return "a factor follows a mask, a softcap or a view"
             if factor.dim() and (reason := _unfit(factor, (*q.shape[:-1], 1))) is not None:
                 return reason.replace("mask", "factor")
-            queries = Applied(FACTORS[kind], (queries, given["factor"]))
+            queries = Expr(FACTORS[kind], (queries, given["factor"]))
             continue
         number = given.get("by", given.get("cap", given.get("value", 1.0)))
         if kind == "fill" and number > SMALL_FILL:

@@ -28,7 +28,7 @@ SMALL_BATCH = 4
 MIN_READ = 1 << 18
 """Elements of a weight below which it may be in a cache, and PyTorch's product is called in less time."""
 
-MIN_ROWS = 256
+MIN_ROWS, MIN_ROWS_ON_AMX = 256, 2048
 MIN_ROWS_ON_AMD, MIN_PRODUCTS_ON_AMD = 32, 1 << 18
 """Rows of x, and rows times elements of the weight, from which products without an activation are worth a call."""
 MIN_ROWS_ALONE_ON_AMD = 64
@@ -73,8 +73,8 @@ def few_rows(elements: int, recorded: bool) -> int:
         return 0
     if cpu.unavailable(torch.device("cpu")) is not None:
         return ANY
-    if processor(cpu.load()) != "AMD":
-        return MIN_ROWS if recorded else ANY
+    if (kind := processor(cpu.load())) != "AMD":
+        return ANY if not recorded else MIN_ROWS_ON_AMX if kind == "AMX" else MIN_ROWS
     fewest = MIN_ROWS_ON_AMD if recorded else MIN_ROWS_ALONE_ON_AMD
     return min(MIN_ROWS, max(fewest, -(-MIN_PRODUCTS_ON_AMD // elements)))
 

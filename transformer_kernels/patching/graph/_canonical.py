@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-
-class Expr(NamedTuple):
-    """A canonical operation; its arguments are nodes, further expressions and constants."""
-
-    op: str
-    args: tuple[Any, ...]
-    via: tuple[fx.Node, ...] = ()
-    """Nodes between it and its arguments."""
-
+from transformer_kernels.ops._pattern import Expr
 
 OPAQUE = Expr("opaque", ())
 RANDOM = ("opaque", "dropout", "sdpa", "mha")

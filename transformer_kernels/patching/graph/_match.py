@@ -14,7 +14,7 @@ from transformer_kernels.ops._pattern import FLOATING, HOLE, As, Call, Either, I
 from transformer_kernels.patching.graph._canonical import Canonical, Expr, fake, hint, is_tensor, number
 
 COMMUTATIVE = ("add", "mul")
-DEFERRED = ("permute", "unsqueeze", "not", "mul")
+DEFERRED = ("permute", "unsqueeze", "not", "mul", "div")
 """Expressions that a replacement may receive: they become nodes again."""
 
 TRANSPARENT = ("id", "cast")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from transformer_kernels.ops._pattern import Applied, As, Call, Either, Pattern, Prepared, Replacement, Steps, Term
+from transformer_kernels.ops._pattern import As, Call, Either, Pattern, Prepared, Replacement, Steps, Term
 from transformer_kernels.ops.activation._pattern import PATTERNS as ACTIVATIONS
 from transformer_kernels.ops.attention._pattern import PATTERNS as ATTENTIONS
 from transformer_kernels.ops.loss._pattern import PATTERNS as LOSSES
@@ -234,13 +234,10 @@ class Rewriter:
         """An argument as a node: expressions become operators again."""
         if isinstance(value, Prepared):
             return self._prepare(value, place)
-        if isinstance(value, Applied):
-            arguments = tuple(self._argument(operand, place) for operand in value.values)
-            return self._call(value.function, arguments, {}, place, fake(arguments[0]))
         if not isinstance(value, Expr):
             return value
-        inner = self._argument(value.args[0], place)
-        return self._call(_operator(value), (inner, *value.args[1:]), {}, place, shape_of(value))
+        arguments = tuple(self._argument(operand, place) for operand in value.args)
+        return self._call(_operator(value), arguments, {}, place, shape_of(value))
 
     def _prepare(self, prepared: Prepared, place: fx.Node) -> fx.Node:
         known = (prepared.function, prepared.values)
