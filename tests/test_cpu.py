@@ -367,3 +367,20 @@ def test_a_missing_module_is_no_error_for_auto(monkeypatch):
 def test_auto_asks_the_cpu_kernels_first():
     assert tk.explain("gelu", torch.ones(3)).chosen == "cpu"
     assert tk.explain("gelu", torch.ones(3).double()).chosen == "torch"
+
+
+def test_a_bias_gradient_of_many_rows_is_a_sum_in_blocks():
+    """Its error is a unit of rounding for rows of one sign, and an infinity stays one."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight, rows = (torch.randn(*shape, generator=generator) for shape in ((4096, 8), (256, 8), (4096, 256)))
+    rows.abs_()
+    bias = torch.zeros(256, requires_grad=True)
+
+    def gradient():
+        return torch.autograd.grad(tk.linear(x, weight, bias, backend="cpu"), bias, rows)[0]
+
+    exact = rows.double().sum(0)
+    assert float(((gradient() - exact) / exact).abs().max()) < 2.0**-23
+    rows[7, 3] = torch.inf
+    found = gradient()
+    assert found.isinf().nonzero().tolist() == [[3]] and not found.isnan().any()

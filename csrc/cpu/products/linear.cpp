@@ -124,15 +124,26 @@ __attribute__((noinline)) void add_strip(const L* left, int64_t pitch, int64_t r
 }
 
 // Rows (depth, columns) with stride `pitch` -> the steps that add_strip reads, with stride `to_pitch`: rows widened if
-// `to` is not null, or pairs of rows as words. part (columns) += their sums.
+// `to` is not null, or pairs of rows as words. part (columns) += their sums, of widened rows in pairs of pairs.
 template <class T>
 void pack_left(float, const T* rows, int64_t pitch, int64_t depth, int64_t columns, float* to, int64_t to_pitch,
                float* part) {
-  for (int64_t r = 0; r < depth; ++r)
+  constexpr int64_t ROWS = 8;
+  for (int64_t r = 0; r < depth; r += ROWS)
     over_columns(columns, [&](int64_t n, auto lanes, int) TK_LAMBDA {
-      const Floats row = load(rows + r * pitch + n, lanes);
-      if (to) store(to + r * to_pitch + n, row, lanes);
-      store(part + n, load(part + n, lanes) + row, lanes);
+      const auto row = [&](int64_t i) TK_LAMBDA {
+        const Floats x = load(rows + (r + i) * pitch + n, lanes);
+        if (to) store(to + (r + i) * to_pitch + n, x, lanes);
+        return x;
+      };
+      Floats sum = row(0);
+      if (r + ROWS <= depth) {
+        const Floats two = sum + row(1), four = two + (row(2) + row(3)), other = row(4) + row(5);
+        sum = four + (other + (row(6) + row(7)));
+      } else {
+        for (int64_t i = 1; i < depth - r; ++i) sum += row(i);
+      }
+      store(part + n, load(part + n, lanes) + sum, lanes);
     });
 }
 #if defined(__AVX512BF16__)
@@ -294,10 +305,10 @@ void backward_weight(const T* dz, const T* x, W* dweight, float* dbias, int64_t 
     float* right = scratch<float>(PANELS, DEPTH_STEPS * PANEL);
     L* packed = PACKED ? scratch<L>(LEFT, DEPTH_STEPS * pitch) : nullptr;
     float* total = scratch<float>(RESULT, (end - begin) * own * PANEL);
-    float* sums = scratch<float>(SUMS, (end - begin + 1) * kept);
-    float* part = sums + (end - begin) * kept;
+    float* sums = scratch<float>(SUMS, (2 * (end - begin) + 1) * kept);
+    float* part = sums + 2 * (end - begin) * kept;
     memset(total, 0, sizeof(float) * (end - begin) * own * PANEL);
-    memset(sums, 0, sizeof(float) * (end - begin) * kept);
+    memset(sums, 0, sizeof(float) * 2 * (end - begin) * kept);
     for (int64_t m = 0; m < M; m += DEPTH) {
       const int64_t first = begin / panels * own, later = smaller(DEPTH, M - m - DEPTH),
                     last = smaller(N, ((end - 1) / panels + 1) * own);
@@ -309,7 +320,11 @@ void backward_weight(const T* dz, const T* x, W* dweight, float* dbias, int64_t 
         if ((PACKED || dbias) && (p == 0 || task == begin)) {
           memset(part, 0, sizeof(float) * kept);
           pack_left(L{}, dz + m * N + n, N, depth, rows, packed, pitch, part);
-          for (int64_t j = 0; j < rows; ++j) sums[(task - begin) * kept + j] += part[j];
+          float *sum = sums + (task - begin) * 2 * kept, *excess = sum + kept;
+          for (int64_t j = 0; j < rows; ++j) {  // compensated: a batch has many blocks of rows (W. Kahan, 1965)
+            const float added = part[j] - excess[j], next_sum = sum[j] + added, lost = (next_sum - sum[j]) - added;
+            excess[j] = lost == lost ? lost : 0.f, sum[j] = next_sum;  // NaN after an infinity
+          }
         }
         if (!dweight) continue;
         const L* left = packed;
@@ -323,7 +338,7 @@ void backward_weight(const T* dz, const T* x, W* dweight, float* dbias, int64_t 
     }
     for (int64_t task = begin; task < end; ++task) {
       const int64_t n = task / panels * own, p = task % panels, rows = smaller(own, N - n);
-      if (p == 0 && dbias) memcpy(dbias + n, sums + (task - begin) * kept, sizeof(float) * rows);
+      if (p == 0 && dbias) memcpy(dbias + n, sums + (task - begin) * 2 * kept, sizeof(float) * rows);
       for (int64_t r = 0; r < rows && dweight; ++r) {
         const float* from = total + ((task - begin) * own + r) * PANEL;
         over_columns(smaller(PANEL, K - p * PANEL), [&](int64_t j, auto lanes, int) TK_LAMBDA {
