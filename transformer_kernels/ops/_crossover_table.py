@@ -5,13 +5,13 @@ the faster one, or a pair (first, end): PyTorch's is the faster one from `first`
 Counted are the elements of the first tensor, of the result of an embedding, and the scores of attention;
 with gradients `linear` has a rule of its own (`patching/_products.py`). "attention rerouted" is F's function inside
 `accelerate`, where a call that is rerouted costs about 8 us more. "attention module" is a patched module, which runs
-its original forward; with a mask its rows are counted. These are measured by `python -m benchmarks.patched --modules`
-in float32, in inference: training is this package's.
+its original forward; with a mask its rows are counted. Rows of modules are measured by `python -m benchmarks.patched
+--modules` in float32, in inference, those of "rms_norm module" by whole models; their training is this package's.
 
 "avx2" and "avx512" were measured by `python -m benchmarks.crossovers --write` on an AMD EPYC with AVX-512, each in a
 process that is restricted to it ("avx2" is also the table of plain kernels); "amx" on two Xeons with AMX, its linear
-on an EPYC with AVX2: where the Xeons differ, the entry is right on the faster one, 7.7 TFLOP/s in bfloat16 on two
-cores.
+on an EPYC with AVX2. Most entries of "amx" are of the faster Xeon, 7.7 TFLOP/s in bfloat16 on two cores, and were
+measured beside other work.
 """
 
 NEVER = 1 << 62
