@@ -147,7 +147,8 @@ def _root(x: Tensor) -> Tensor:
 
 def _power(base: Any, exponent: Any) -> Any:
     if not isinstance(exponent, Tensor):
-        simple = {0.5: _root, 1: Tensor.clone, 2: lambda x: x * x, -1: Tensor.reciprocal, 3: lambda x: x * x * x}
+        simple: dict[Any, Callable[[Any], Any]] = {0.5: _root, 1: Tensor.clone, -1: Tensor.reciprocal}
+        simple |= {2: lambda x: x * x, 3: lambda x: x * x * x}
         if exponent in simple:
             return simple[exponent](base)
         return _exact.rounded(lambda x: _exact.power(x, torch.full_like(x, exponent)), base)
