@@ -80,9 +80,10 @@ def power(base: Tensor, exponent: Tensor) -> Tensor:
 
 
 def sqrt(x: Tensor) -> Tensor:
-    """The square root, rounded correctly from 2^-900 to 2^900: MKL's, which PyTorch calls, errs where it differs.
+    """The square root, correctly rounded for x from 2^-900 to 2^900.
 
-    It is corrected by the remainder x - y^2, which is exact (T. J. Dekker 1971).
+    PyTorch calls MKL's, which may be off by a unit in the last place and depends on the processor. It is corrected by
+    the remainder x - y^2, which is exact (T. J. Dekker 1971).
     """
     y = x.sqrt()
     scaled = y * (2.0**27 + 1.0)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor, is_grad_enabled, nn
 
 from transformer_kernels.backends.dispatch import BACKENDS, requested
-from transformer_kernels.ops._crossovers import is_small
+from transformer_kernels.ops._crossovers import is_small, prefers_torch
 from transformer_kernels.ops._foreign import SCALARS, UNPATCH, are_plain
 from transformer_kernels.ops._plan import dispatch_modes
 from transformer_kernels.patching._guard import guarded
@@ -160,7 +160,8 @@ def _left_if_small(ours: Any, original: Any, mixin: Any) -> Any:
             return ours(self, *args, **kwargs)
         if masked_row is None or SCALARS.issuperset(map(type, (*args[tensors:], *kwargs.values()))):
             return as_before(self, *args, **kwargs)
-        if dispatch_modes() or not is_small(masked_row, x, self.backend, recorded, 1.0 / x.shape[-1]):
+        rows = x.numel() // x.shape[-1]
+        if dispatch_modes() or not prefers_torch(masked_row, rows, x.dtype.itemsize, recorded=recorded):
             return ours(self, *args, **kwargs)  # a step that is recorded does not read values
         result = as_before(self, *args, **kwargs)
         out = result[0] if isinstance(result, tuple) else result

@@ -76,9 +76,10 @@ def refusal(
 
 
 def is_left(operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call has so few elements that "auto" leaves it to PyTorch, with gradients and without.
+    """Whether the size of a call alone shows that "auto" leaves it to PyTorch.
 
-    The other checks of a handler take longer than a small call does.
+    Where gradients may be recorded or numbers drawn, it must be PyTorch's in inference and in training. The other
+    checks of a handler take longer than a small call does.
     """
     try:
         x = args[0]

@@ -73,14 +73,13 @@ class RandomRounding(TorchDispatchMode):
         if not isinstance(result, Tensor) or result.dtype is not torch.float64:
             return result
         name = func.overloadpacket.__name__
-        if (size := self._size(name, result, args, kwargs or {})) is None:
+        multiplies = name in PRODUCTS and args[-1].shape[-2] > 0
+        size = None if multiplies else self._size(name, result, args, kwargs or {})
+        if size is None and not multiplies:
             return result
         generator = self.generators.setdefault(result.device, torch.Generator(result.device).manual_seed(self.seed))
         noise = torch.rand(result.shape, generator=generator, dtype=result.dtype, device=result.device) * 2.0 - 1.0
-        error = (noise * size).nan_to_num(0.0, 0.0, 0.0)
-        if name in PRODUCTS:
-            normal = self._many_roundings(noise, name, result, args).nan_to_num(0.0, 0.0, 0.0)
-            error = torch.where(normal.abs() > error.abs(), normal, error)
+        error = self._product_error(noise, name, result, args) if size is None else _finite(noise * size)
         represented = result.float().double() == result
         return result.copy_(torch.where(represented, result, (result + error).float().double()))
 
@@ -89,12 +88,6 @@ class RandomRounding(TorchDispatchMode):
         u = 2.0**-24
         if (halves := ROUNDINGS.get(name.rstrip("_"))) is not None:
             return torch.ldexp(torch.full_like(result, halves * u / 2.0), torch.frexp(result).exponent)
-        if name in PRODUCTS and (length := args[-1].shape[-2]) > 0:
-            squares = torch.matmul(args[-2].square(), args[-1].square())
-            added = squares.sqrt() * u * math.sqrt(min(length, TILE) / 2 + max(0.0, math.log2(length / TILE)))
-            if self.dtype is torch.float32:
-                return added
-            return added + torch.finfo(self.dtype).eps / 2.0 * (2.0 * squares.sqrt() + result.abs())
         if name in ("sum", "mean") and args[0].numel() > result.numel() > 0:
             squares = torch.ops.aten.sum(args[0].square(), *args[1:], **kwargs)
             length = args[0].numel() / result.numel()
@@ -102,17 +95,26 @@ class RandomRounding(TorchDispatchMode):
             return (squares + result.square()).sqrt() * u * math.sqrt(1.0 + math.log2(length))
         return None
 
-    def _many_roundings(self, noise: Tensor, name: str, result: Tensor, args: Any) -> Tensor:
-        """The normal error of each dot product that has the probability of its uniform noise."""
-        length = args[-1].shape[-2]
+    def _product_error(self, noise: Tensor, name: str, result: Tensor, args: Any) -> Tensor:
+        """The uniform error of each dot product, or the normal one of the same probability if that is larger."""
+        u, length = 2.0**-24, args[-1].shape[-2]
         squares = torch.matmul(args[-2].square(), args[-1].square())
+        size = squares.sqrt() * u * math.sqrt(min(length, TILE) / 2 + max(0.0, math.log2(length / TILE)))
+        if self.dtype is not torch.float32:
+            size = size + torch.finfo(self.dtype).eps / 2.0 * (2.0 * squares.sqrt() + result.abs())
         product = result if name in ("mm", "bmm") else torch.matmul(args[-2], args[-1])
         tile = min(length, SEQUENTIAL)
         tiles = length / tile if length > tile else 0.0
         excess = product.square() - squares
         summed = (tile + tiles) / 2 * squares + (tile**2 / length + tiles) / 3 * excess
         deviations = (math.sqrt(2.0) * torch.erfinv(noise)).clamp(-math.sqrt(3 * length), math.sqrt(3 * length))
-        return deviations * (summed.clamp_(min=0.0) / (8.0 * math.log(2.0))).sqrt() * 2.0**-24
+        normal = _finite(deviations * (summed.clamp_(min=0.0) / (8.0 * math.log(2.0))).sqrt() * u)
+        uniform = _finite(noise * size)
+        return torch.where(normal.abs() > uniform.abs(), normal, uniform)
+
+
+def _finite(error: Tensor) -> Tensor:
+    return error.nan_to_num(0.0, 0.0, 0.0)
 
 
 class Errors(NamedTuple):
