@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import re
 import warnings
 
@@ -14,6 +15,7 @@ from torch import Tensor
 import transformer_kernels as tk
 from tests.support import fresh, reproducible_runs
 from tests.support.arguments import DTYPES, dtype_id
+from transformer_kernels import cli
 from transformer_kernels.backends import cpu
 from transformer_kernels.ops import _exact
 from transformer_kernels.ops.loss import _calls
@@ -145,6 +147,15 @@ print(torch.backends.cpu.get_cpu_capability(), *(runs.digest(runs.trained(name))
     restricted = {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}
     found = fresh.checked(code, **restricted, TRANSFORMER_KERNELS_CPU_ISA=FUSING[0]).split()
     assert found == ["DEFAULT", *HASHES.values()]
+
+
+@needs_fused
+def test_the_summary_of_a_run_has_the_hash_of_its_weights(tmp_path, restored, capsys):
+    corpus = reproducible_runs.book(tmp_path)["corpus"]
+    options = f"--corpus {corpus} --steps 2 --context 24 --model layers=1 --model heads=2 --reproducible --no-sample"
+    assert cli.main(["train", "char-gpt", *options.split(), "--no-progress", "--out", str(tmp_path / "run")]) == 0
+    expected = hashlib.sha256((tmp_path / "run/last/model.safetensors").read_bytes()).hexdigest()
+    assert f"weights          SHA-256 {expected}" in capsys.readouterr().out
 
 
 # Operations in reproducible mode

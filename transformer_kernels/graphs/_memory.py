@@ -165,11 +165,19 @@ def flat(storage: torch.UntypedStorage, dtype: torch.dtype) -> Tensor:
     return whole.set_(storage, 0, (storage.nbytes() // dtype.itemsize,))  # type: ignore[call-overload]
 
 
+def is_mask(value: Tensor) -> bool:
+    """Whether the elements are 0 and one negative number, as in masks that are added to scores."""
+    lowest = value.min() if value.numel() else value.new_zeros(())
+    return bool(lowest < 0) and bool(((value == 0) | (value == lowest)).all())
+
+
 def change(values: Sequence[Tensor]) -> None:
-    """Change floating-point values, in each process differently, so that signs and upper bounds remain."""
+    """Change floating-point values, in each process differently, so that signs, upper bounds and masks remain."""
     process = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     generator = torch.Generator().manual_seed(process)
     for value in values:
-        if value.dtype in FLOATS:
+        if value.dtype in FLOATS and is_mask(value):
+            value.mul_(0.75)
+        elif value.dtype in FLOATS:
             factor = torch.empty_like(value).uniform_(0.5, 1.0, generator=generator)
             value.copy_(torch.where(value == 0, factor / 128, value * factor))

@@ -114,6 +114,11 @@ def load_checkpoint(folder: str | Path) -> Checkpoint:
     )
 
 
+def weights_hash(folder: str | Path) -> str:
+    """The SHA-256 of the file of weights in a checkpoint folder, from its manifest."""
+    return str(_read_manifest(_existing(Path(folder)))["model.safetensors"]["sha256"])
+
+
 def checkpoint_config(folder: str | Path) -> TrainingConfig:
     """The verified config of a checkpoint, without reading the weights; raises the errors of `load_checkpoint`."""
     folder = _existing(Path(folder))

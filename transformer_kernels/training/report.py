@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from transformer_kernels.pretrained.generation import Choice
+from transformer_kernels.training.checkpoint import weights_hash
 from transformer_kernels.training.loop.trainer import Result, Trainer
 
 MAX_CHARACTER_BYTES = 4  # bytes of a UTF-8 character, hence its maximum number of tokens
@@ -32,6 +33,8 @@ def describe_result(trainer: Trainer, result: Result) -> str:
     if result.padding_fraction:
         lines.append(f"padding          {result.padding_fraction:.1%} of the computed positions")
     lines.append(f"peak memory      {result.peak_memory_bytes / 2**20:,.0f} MiB")
+    if trainer.config.reproducible:
+        lines.append(f"weights          SHA-256 {weights_hash(trainer.folder / 'last')}")
     return "\n".join([*lines, f"checkpoints in   {trainer.folder}"])
 
 
