@@ -9,7 +9,8 @@ constexpr int64_t aligned(int64_t x, int64_t to) { return (x + to - 1) / to * to
 TK_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 TK_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// Accumulators of a micro-tile: two registers of B and one of A beside ROWS x 2 of C stay within the register file.
+// Rows of a micro-tile of two registers of B: they and one of A stay within the register file beside ROWS x 2 of C. With
+// 32 registers of 64 bytes six rows of four are faster where there are as many: 10 loads for 24 multiplications, not 16.
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int TILE_ROWS = 8;
 #else
@@ -83,13 +84,17 @@ TK_INLINE void micro_tile(const float* a, Strides stride, const float* b, int64_
 template <int N, bool ADD>
 inline __attribute__((noinline)) void strip(const float* a, Strides stride, const float* b, int64_t b_row, float* c,
                                             int64_t c_row, int64_t M, int64_t K, Fetches* fetches) {
-  constexpr int ROWS = N == 1 ? 16 : TILE_ROWS;
+  constexpr int ROWS = N == 1 ? 16 : N == 4 ? 6 : TILE_ROWS;
   int64_t m = 0;
   for (; m + ROWS <= M && (ROWS != 6 || M - m != 8); m += ROWS) {  // 8 rows are two tiles of 4, not 6 and two of 1
     if (fetches) fetches->some(Fetches::LINES_OF_A_TILE);
     micro_tile<ROWS, N, ADD>(a + m * stride.row, stride, b, b_row, c + m * c_row, c_row, K);
   }
   for (; m + 4 <= M; m += 4) micro_tile<4, N, ADD>(a + m * stride.row, stride, b, b_row, c + m * c_row, c_row, K);
+  if (m + 2 <= M) {
+    micro_tile<2, N, ADD>(a + m * stride.row, stride, b, b_row, c + m * c_row, c_row, K);
+    m += 2;
+  }
   if (!ADD && M >= 4 && m < M) {  // recomputes some rows
     m = M - 4;
     return micro_tile<4, N, ADD>(a + m * stride.row, stride, b, b_row, c + m * c_row, c_row, K);
@@ -102,6 +107,9 @@ template <bool ADD>
 TK_INLINE void product(const float* a, Strides stride, const float* b, int64_t b_row, float* c, int64_t c_row,
                        int64_t M, int64_t N, int64_t K, Fetches* fetches) {
   int64_t n = 0;
+#if defined(__AVX512F__)
+  for (; n + 4 <= N; n += 4) strip<4, ADD>(a, stride, b + n * WIDTH, b_row, c + n * WIDTH, c_row, M, K, fetches);
+#endif
   for (; n + 2 <= N; n += 2) strip<2, ADD>(a, stride, b + n * WIDTH, b_row, c + n * WIDTH, c_row, M, K, fetches);
   if (n < N) strip<1, ADD>(a, stride, b + n * WIDTH, b_row, c + n * WIDTH, c_row, M, K, fetches);
 }
