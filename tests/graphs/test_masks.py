@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 import transformer_kernels as tk
 from transformer_kernels.backends import cpu
+from transformer_kernels.backends.dispatch import OPERATIONS
+from transformer_kernels.graphs._host import Recording
 from transformer_kernels.ops.attention import _structure
 
 pytestmark = pytest.mark.skipif(
@@ -91,9 +93,11 @@ def test_a_replay_computes_what_its_mask_says(source, floating):
         torch.testing.assert_close(own, weight, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("after_compile", (False, True))
 @pytest.mark.parametrize("hidden", (None, -math.inf, -1e9))
 @pytest.mark.parametrize("name", [name for name in MASKS if name != "no structure"])
-def test_the_structure_is_used_in_replays(name, hidden, monkeypatch):
+def test_the_structure_is_used_in_replays(name, hidden, after_compile, monkeypatch):
+    monkeypatch.setattr(Recording, "runs_compiled", after_compile)
     if hidden == -1e9 and name == "a query without keys":
         pytest.skip("a query that sees no key attends to all of them")
     mask = MASKS[name] if hidden is None else torch.zeros(L, L).masked_fill(~MASKS[name], hidden)
@@ -107,6 +111,9 @@ def test_the_structure_is_used_in_replays(name, hidden, monkeypatch):
     monkeypatch.setattr(_structure, "understood", understood)
     model = Attention("argument", False)
     step, optimizer = training_step(model)
+    OPERATIONS["attention"].forget_plans()
+    for _ in range(2):  # from then on calls with a dense mask are planned
+        step(torch.randn(2, 16, L, 16), MASKS["no structure"].to(mask.dtype))
     run = tk.graphed(step, optimizer, warm_up_calls=1)
     for _ in range(3):
         kernels.clear()

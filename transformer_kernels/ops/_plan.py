@@ -78,8 +78,9 @@ _Guards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards"
 def guard(backend: str, values: Sequence[Any]) -> Callable[[str | None, Sequence[Any]], bool]:
     """Whether a call has the layout of this one, in a third of the time of `layout`; false if unknown.
 
-    Dynamo's guards compare class, dispatch keys (modes, transforms, autocast and tracing change them), dtype, device,
-    sizes, strides and requires_grad of distinct tensors in one call. They abort on a nested tensor.
+    Dynamo's guards compare class, dispatch keys (transforms, autocast and tracing change them), dtype, device, sizes,
+    strides and requires_grad of distinct tensors in one call. They abort on a nested tensor, and do not see a dispatch
+    mode that ignores what torch.compile has made, as captures do after `compile`.
     """
     first: dict[int, int] = {}  # of each tensor, by id
     for i, value in enumerate(values):
@@ -102,6 +103,7 @@ def guard(backend: str, values: Sequence[Any]) -> Callable[[str | None, Sequence
             len(values) != count
             or (get_backend() if asked is None else asked) != backend
             or _grad_enabled() is not recorded
+            or dispatch_modes()
             or forward_ad._current_level >= 0
             or any_autocast()  # whose dtype no key has
         ):
