@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -61,6 +61,9 @@ distrusted: Callable[[str, str, Any], str | None] | None = None
 observer: Callable[[Operation, Any], Any] | None = None
 """(operation, kernels) -> the kernels of a new plan, which observe its calls; set by `observe`. Plans are made once per
 layout, so calls cost nothing while there is none."""
+arguments_observer: Callable[[Sequence[torch.Tensor], Callable[[], Sequence[torch.Tensor]]], None] | None = None
+"""(private copies of a recorded step's arguments, a function that returns those of the current call) -> None: called as
+the step begins to be recorded; set by `observe`."""
 
 _scoped: ContextVar[str | None] = ContextVar("transformer_kernels_backend", default=None)
 _default: str | None = None
@@ -124,10 +127,10 @@ def requested(backend: str | None) -> str:
     return get_backend() if backend is None else _checked(backend)
 
 
-def observe(by: Callable[[Operation, Any], Any] | None) -> None:
-    """Set the observer of the kernels of every plan; None: there is none."""
-    global observer
-    observer = by
+def observe(by: Callable[[Operation, Any], Any] | None, arguments: Any = None) -> None:
+    """Set the observers of the kernels of every plan and of the arguments of replays; None: there is none."""
+    global observer, arguments_observer
+    observer, arguments_observer = by, arguments
     for operation in OPERATIONS.values():
         operation.forget_plans()
 

@@ -140,6 +140,7 @@ class Graphed:
         self._unused: Counter[Hashable] = Counter()
         self._captured: defaultdict[Hashable, list[Captured]] = defaultdict(list)
         self._rates: dict[int, Tensor] = {}
+        self._given: list[Tensor] = []  # the arguments of the current replay
         self._lock = threading.RLock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -152,9 +153,11 @@ class Graphed:
             key = (str(layout), _surroundings(), *map(_fixed, leaves))
             graph = self._matching(key, leaves)
             if graph is not None:
-                for buffer, tensor in zip(graph.buffers, tensors(leaves), strict=True):
+                self._given = tensors(leaves)
+                for buffer, tensor in zip(graph.buffers, self._given, strict=True):
                     buffer.copy_(tensor, non_blocking=True)
                 graph.replay()
+                self._given = []
                 graph.replays += 1
             else:
                 graphs = self._checked_graphs(leaves)
@@ -264,6 +267,8 @@ class Graphed:
         def work() -> Any:
             nonlocal written
             versions = [tensor._version for tensor in tensors(kept)]
+            if dispatch.arguments_observer is not None:
+                dispatch.arguments_observer(tensors(kept), lambda: self._given)
             result = self._work(*args, **kwargs)
             if versions != [tensor._version for tensor in tensors(kept)]:
                 raise RuntimeError("it writes to an argument")

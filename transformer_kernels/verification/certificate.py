@@ -68,8 +68,8 @@ class Finding:
         what: the output or the gradient. shape: of it.
         share: of the budget; infinite for a result that is not finite where PyTorch's is, and for changed memory.
         error, limit: the largest error, and the budget of it.
-        file: its inputs and outputs, for `transformer-kernels verify-device --sample FILE`; "" for an optimizer, which
-            is named as the operation, with the direction "step".
+        file: its inputs and outputs, for `transformer-kernels verify-device --sample FILE`; "" for changed gradients,
+            and for an optimizer or "graphed", which is named as the operation, with the direction "step".
     """
 
     operation: str
@@ -86,7 +86,8 @@ class Finding:
     def __str__(self) -> str:
         where = f" in {self.layer}" if self.layer else ""
         if not self.file:
-            return f"{self.operation}{where}: {self.what} {self.shape}"
+            backward = ", backward" if self.direction == "backward" else ""
+            return f"{self.operation}{backward}{where}: {self.what} {self.shape}"
         return (
             f"{self.operation} ({self.backend}), {self.direction}{where}: {self.what} {self.shape}: {self.share:.3g} of"
             f" the budget; replay: transformer-kernels verify-device --sample {self.file}"
@@ -122,7 +123,8 @@ class Certificate:
         self._random, self._skip = random.Random(0), 0
         self._layers, self._began, self._was_forward = Layers(), 0.0, True
         self._memory: dict[tuple[int, int], tuple[int, int]] = {}  # by address and size: version and sum of bits
-        self._between = BetweenSteps(self._changed, 1.0 if self.share >= 1.0 else BETWEEN_STEPS * self.share)
+        share = 1.0 if self.share >= 1.0 else BETWEEN_STEPS * self.share
+        self._between = BetweenSteps(self._report, self._layers.path_of, share)
 
     @property
     def samples(self) -> int:
@@ -222,13 +224,14 @@ class Certificate:
         tensors, layout = pytree.tree_flatten(tuple(observed)[1:])
         # Without `observed`: autograd copies gradients that something refers to.
         operation, is_forward, is_loss = observed.operation, observed.grads is None, self._is_loss(observed)
+        drawn: list[Tensor] = []
 
         def seen(*values: Any) -> Observed:
             return Observed(operation, *pytree.tree_unflatten(list(values), layout))
 
         def again(*values: Any) -> None:
             if not self._passes(tally, is_forward, is_loss):
-                self._observe(name, seen, is_loss, backend, layer, values)
+                self._observe(name, seen, is_loss, backend, layer, values, drawn)
 
         recording.observe(again, *tensors)
 
@@ -240,21 +243,34 @@ class Certificate:
         tally.calls += 1
         if is_forward and not self._was_forward:  # the next step: an optimizer may write without a new version
             self._memory.clear()
+            self._between.forget_gradients()
         self._was_forward = is_forward
         self._skip -= 1
         return not (self._skip <= 0 or is_loss or self._memory or not tally.samples)
 
     def _observe(
-        self, name: str, seen: Callable[..., Observed], is_loss: bool, backend: str, layer: str | None, given: Any = ()
+        self,
+        name: str,
+        seen: Callable[..., Observed],
+        is_loss: bool,
+        backend: str,
+        layer: str | None,
+        given: Any = (),
+        drawn: list[Tensor] | None = None,
     ) -> None:
-        """Check the pass `seen(*given)` if a check is due; `layer` None: the current one."""
+        """Check the pass `seen(*given)` if a check is due.
+
+        Args:
+            layer: None: the current one.
+            drawn: for a replay, the seed of the sample before and the state of the random numbers after it.
+        """
         started, tally = time.perf_counter(), self.operations[name]
         due, is_loss = self._is_due(tally, started), is_loss and self.non_finite is None
         if due or is_loss or self._memory:
             layer = self._layers.current()[0] if layer is None else layer
             try:
                 with _disable_current_modes():
-                    self._look(tally, seen(*given), backend, layer, due, is_loss)
+                    self._look(tally, seen(*given), backend, layer, due, is_loss, drawn)
             except Exception as error:  # the run goes on
                 self.unchecked[name] = f"{type(error).__name__}: {error}"
         took = time.perf_counter() - started
@@ -278,17 +294,30 @@ class Certificate:
                 spent *= 2.0
         return spent <= limit
 
-    def _look(self, tally: Tally, whole: Observed, backend: str, layer: str, due: bool, is_loss: bool) -> None:
+    def _look(
+        self,
+        tally: Tally,
+        whole: Observed,
+        backend: str,
+        layer: str,
+        due: bool,
+        is_loss: bool,
+        drawn: list[Tensor] | None = None,
+    ) -> None:
         """Look for values that are not finite, for rounding beyond the budget, and for memory that has changed."""
         if (due or is_loss) and self.non_finite is None:
             came_out = [x for _, x, _ in whole.named()]
             self._find_non_finite(whole, layer, came_out if due else came_out[:1])
         found = self._compare_memory(whole, due)
         if due:
+            if drawn is not None and whole.grads is None and getattr(whole.call, "seed", None) is not None:
+                found += _compare_seed(whole.call.seed, drawn)
             observed = whole if self.share >= 1.0 else self._sampled(whole, tally.samples == 0)
             checked = check(observed)
             if observed is not whole and not all(share <= 1.0 for _, _, share in checked):
                 checked = check(whole)  # the budget is that of a whole tensor, whose largest elements a part may lack
+            for name, x in whole.of_parameters():
+                self._between.keep(whole.operation.name, layer, name, x)
             found += checked  # memory that has changed is the reason of wrong gradients
         for name, errors, share in found:
             self._count(tally, layer, share)
@@ -304,16 +333,12 @@ class Certificate:
         self.layers[layer] += 1
         self.beyond += not share <= 1.0
 
-    def _changed(self, optimizer: torch.optim.Optimizer, parameter: Tensor, state: str) -> None:
-        """Report a weight, or an optimizer's state for it, that has changed between two steps."""
-        layer, _, weight = self._layers.path_of(parameter).rpartition(".")
-        name = type(optimizer).__name__
-        self._count(self.operations.setdefault(f"{name} step", Tally()), layer, torch.inf)
+    def _report(self, operation: str, direction: str, layer: str, what: str, shape: torch.Size) -> None:
+        """Report a fault that no check of a pass has found."""
+        self._count(self.operations.setdefault(f"{operation} {direction}", Tally()), layer, torch.inf)
         if len(self.findings) < MAX_FINDINGS:
-            what = f"{f'{state} of ' if state else ''}{weight} changed in memory between two steps"
-            self.findings.append(
-                Finding(name, "", "step", layer, what, tuple(parameter.shape), torch.inf, 0.0, 0.0, "")
-            )
+            where = operation, "", direction, layer
+            self.findings.append(Finding(*where, what, tuple(shape), torch.inf, 0.0, 0.0, ""))
 
     def _compare_memory(self, observed: Observed, due: bool) -> list[Checked]:
         """What this backward pass reads and what has changed, without an operator's writing to it, since a forward pass
@@ -377,6 +402,14 @@ class Certificate:
         return str(path)
 
 
+def _compare_seed(seed: Tensor, drawn: list[Tensor]) -> list[Checked]:
+    """Whether the seed of a replay is an old one, although random numbers have been drawn since."""
+    before, drawn[:] = drawn[:], [seed.clone(), torch.get_rng_state()]
+    if before and torch.equal(before[0], seed) and not torch.equal(before[1], drawn[1]):
+        return [Checked("seed, which is that of an earlier step,", NO_ERRORS, torch.inf)]
+    return []
+
+
 class Watched(Kernels):
     """A backend's kernels, whose passes a certificate observes."""
 
@@ -437,10 +470,11 @@ def certify(file: str | os.PathLike[str] | None = None, *, share: float = SHARE)
     error budget of this package's tests (docs/numbers.md): the first ones, for a second in all, then operations without
     a sample and others at random positions, for a share of the time. Operations without a sample are named. Of large
     tensors most checks are of a sixteenth of the rows, or of a linear layer's columns. Calls that "auto" leaves to
-    PyTorch's own function are not checked. Between two steps of an optimizer, bits of some weights and of its state are
-    summed: a bit that changes without a write is named. Within the block a recorded step (`graphed`) is captured anew;
-    a replay is checked as an eager step is, except on a GPU, where a graph runs no Python: there only the eager steps
-    are.
+    PyTorch's own function are not checked. On a CPU one or two bits of some weights and of an optimizer's state that
+    change between two of its steps without a write are named, so are bits of checked gradients before its step. Within
+    the block a recorded step (`graphed`) is captured anew; a replay is checked as an eager step is, and named if it
+    reads other arguments than those of the call or an old seed, except on a GPU, where a graph runs no Python: there
+    only the eager steps are.
 
     One block at a time, in one process; results, seeds and random numbers equal a run without it.
 
@@ -473,7 +507,7 @@ def certify(file: str | os.PathLike[str] | None = None, *, share: float = SHARE)
         if certificate.file.is_dir():
             raise ValueError(f"certify: {file} is a folder; pass the name of a file")
     certificate._began = time.perf_counter()
-    dispatch.observe(certificate.watched)
+    dispatch.observe(certificate.watched, certificate._between.compare_arguments)
     try:
         with certificate._layers, certificate._between:
             yield certificate

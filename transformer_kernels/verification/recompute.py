@@ -20,7 +20,9 @@ from transformer_kernels.verification.budget import (
     rms_of,
 )
 
-ROWS = frozenset({"x", "residual", "up", "q", "k", "v", "qkv", "tokens", "position_ids", "cos", "sin", "mask"})
+ROWS = frozenset(
+    {"x", "logits", "residual", "up", "q", "k", "v", "qkv", "tokens", "position_ids", "cos", "sin", "mask"}
+)
 """Fields of calls whose first axis has the length of the first tensor's first axis, or 1."""
 RESULTS_OF_INPUTS = frozenset({"softmax", "rotary"})
 """Operations whose backward has results or nothing in place of its inputs."""
@@ -67,6 +69,13 @@ class Observed(NamedTuple):
             ahead = field in ("dx", "dweight", "dbias")
             if (index < operation.public or ahead) and tensor is not None and tensor.numel():
                 yield f"sum of {field}" if ahead else field, tensor, ahead
+
+    def of_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The gradients that sum over rows."""
+        if self.grads is not None:
+            for name, gradient, _ in self.named():
+                if name.removeprefix("gradient of ") not in ROWS:
+                    yield name, gradient
 
     def checked(self) -> Iterator[tuple[str, Tensor, bool]]:
         """The outputs, and the results that forward keeps for backward alone."""
@@ -208,7 +217,7 @@ def check(observed: Observed) -> list[Checked]:
             if name not in exact or exact[name].shape != got.shape:  # one backend computes or stores it, or lays it out
                 continue
             want, plain = exact[name], eager[name]
-            size = max(sizes) if gradient else None
+            size = max(sizes) if gradient else _of_terms(name, exact)
             factor = GRADIENT_FACTOR if gradient else OUTPUT_FACTOR
             errors = measure(got, want, plain, factor, dtype, size, None, lambda name=name: rounded()[name])  # type: ignore[misc]
             if errors.rms > errors.limit:  # a gradient that is the difference of its terms, such as 0
@@ -217,6 +226,14 @@ def check(observed: Observed) -> list[Checked]:
             wrong = (torch.isfinite(got) != torch.isfinite(want)) & torch.isfinite(plain)
             found.append(Checked(name, errors, torch.inf if bool(wrong.any()) else errors.share))
     return found
+
+
+def _of_terms(name: str, exact: dict[str, Tensor]) -> float | None:
+    """The size of the terms of a norm's mean, which may be their difference; None for other outputs."""
+    rstd = exact.get("rstd for backward")
+    if name != "mean for backward" or rstd is None:
+        return None
+    return float(_finite(torch.maximum(exact[name].abs(), rstd.reciprocal())).max())
 
 
 def non_finite_row(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
