@@ -11,7 +11,6 @@ QUICK = {
     "logarithm of the sum of a row",
     "layer's weight, bit 22",
     "saved gate, bit 22",
-    "first moment, bit 22",
     "gradient before the optimizer, bit 20",
     "a weight is NaN",
     "a layer's gradients are skipped",
@@ -39,11 +38,11 @@ def test_a_fault_is_located(fault):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", [pytest.param(fault, id=fault.name) for fault in FAULTS[:: max(EVERY, 4)]])
+@pytest.mark.parametrize("fault", [pytest.param(fault, id=fault.name) for fault in FAULTS if not fault.missed][::EVERY])
 def test_a_fault_is_located_by_samples(fault):
     """With the default share of the time, by a clock of its own."""
     outcome = search(fault, share=0.03, steps=SAMPLED_STEPS)
-    assert outcome.located or fault.missed, str(outcome.certificate)
+    assert outcome.located, str(outcome.certificate)
 
 
 @pytest.mark.parametrize("recorded", [True, pytest.param(False, marks=pytest.mark.slow)])

@@ -183,8 +183,8 @@ RUNS = {"gpt": gpt, "llama": llama, "bert": bert}
 # The table
 
 
-def _out(name, run, op, layer, change, nth=None, recorded=False, what=""):
-    return Fault(name, run, kernel(op, "forward", change, nth), op, "forward", layer, what, recorded)
+def _out(name, run, op, layer, change, nth=None, recorded=False, what="", direction="forward"):
+    return Fault(name, run, kernel(op, "forward", change, nth), op, direction, layer, what, recorded)
 
 
 def _gradient(name, run, op, layer, change, nth=None, recorded=False, what="gradient"):
@@ -202,6 +202,7 @@ def _non_finite(name, run, plant, op, layer, direction="forward"):
 
 BLOCK = "blocks.1"
 ATTENTION, UP, DOWN = f"{BLOCK}.attention", f"{BLOCK}.feed_forward", f"{BLOCK}.feed_forward.down"
+BOTH = "forward or backward"
 # fmt: off
 FAULTS = [
     # Outputs
@@ -220,12 +221,13 @@ FAULTS = [
     _out("rotated the other way", "llama", "packed_attention", ATTENTION, called(sin=lambda call: -call.sin), 1, True),
     _out("heads of keys exchanged", "llama", "packed_attention", ATTENTION,
          called(qkv=lambda call: call.qkv[:, :, [0, 1, 2, 3, 5, 4, 6, 7]]), 1),
-    _out("bias off by one", "gpt", "linear", UP, called(bias=lambda call: call.bias.roll(1)), 6, True),
+    _out("bias off by one", "gpt", "linear", UP, called(bias=lambda call: call.bias.roll(1)), 6, True,
+         direction=BOTH),
     _out("last column is not written", "gpt", "linear", f"{ATTENTION}.qkv", spoilt(lambda x: x[..., -1].zero_()), 4),
     _out("last row is the one before it", "gpt", "linear", DOWN, spoilt(repeated_row), 7, True),
     _out("last input is not added", "gpt", "linear", f"{ATTENTION}.out",
          called(x=lambda call: torch.cat([call.x[..., :-1], torch.zeros_like(call.x[..., :1])], -1)), 5),
-    _out("tanh in place of erf", "bert", "linear", UP, called(activation="gelu_tanh"), 6, True),
+    _out("tanh in place of erf", "bert", "linear", UP, called(activation="gelu_tanh"), 6, True, direction=BOTH),
     _out("eps of another model", "gpt", "add_layer_norm", BLOCK, called(eps=1e-3), 2, True),
     _out("variance of N - 1", "gpt", "add_layer_norm", BLOCK, spoilt(scaled((31 / 32) ** 0.5)), 3),
     _out("a row without its residual", "gpt", "add_layer_norm", BLOCK,
@@ -242,8 +244,8 @@ FAULTS = [
     _out("gate and up exchanged", "llama", "swiglu", UP,
          called(x=lambda call: torch.cat(call.x.chunk(2, -1)[::-1], -1)), 1),
     _out("logarithm of the sum of a row", "gpt", "packed_attention", ATTENTION, kept("statistics"), 1, True,
-         "lse for backward"),
-    _out("rstd of a row", "llama", "add_rms_norm", BLOCK, kept("rstd"), 2, False, "rstd for backward"),
+         direction=BOTH),
+    _out("rstd of a row", "llama", "add_rms_norm", BLOCK, kept("rstd"), 2, direction=BOTH),
     # Gradients
     _gradient("dx scaled by 1.0005", "gpt", "linear", UP, spoilt(scaled(1.0005)), 6, True, "gradient of x"),
     _gradient("a sum over rows lacks one", "gpt", "linear", DOWN, summed_without_last_row(1), 7, False,
@@ -289,8 +291,7 @@ FAULTS = [
     _flipped("saved input of a layer, bit 3", "gpt", activation("linear", 7, lambda call, _: call.x, 3), "linear",
              DOWN, "x changed in memory after forward"),
     _flipped("saved sum of a norm, bit 22", "llama",
-             activation("add_rms_norm", 2, lambda _, result: result.summed, 22), "add_rms_norm", BLOCK,
-             "summed changed in memory after forward"),
+             activation("add_rms_norm", 2, lambda _, result: result.summed, 22), "add_rms_norm", BLOCK, ""),
     _flipped("saved gate, bit 22", "llama", activation("swiglu", 1, lambda call, _: call.x, 22), "swiglu", UP,
              "x changed in memory after forward", True),
     _flipped("table, bit 0", "gpt", between_steps(weight("embedding.tokens.weight", 0)), "AdamW", "embedding.tokens",
@@ -336,13 +337,13 @@ FAULTS = [
     _gradient("a kernel's gradient overflows", "bert", "packed_attention", ATTENTION,
               spoilt(lambda x: x[2, 3].fill_(math.inf)), 1),
     # Stale recordings
-    Fault("attention is skipped", "gpt", left_out("packed_attention", "forward", 1), "packed_attention", "forward",
+    Fault("attention is skipped", "gpt", left_out("packed_attention", "forward", 1), "packed_attention", BOTH,
           ATTENTION, recorded=True),
     Fault("a layer's gradients are skipped", "gpt", left_out("linear", "backward", 6), "linear", "backward", UP,
           recorded=True),
-    Fault("a norm is skipped", "llama", left_out("add_rms_norm", "forward", 1), "add_rms_norm", "forward", BLOCK,
+    Fault("a norm is skipped", "llama", left_out("add_rms_norm", "forward", 1), "add_rms_norm", BOTH, BLOCK,
           recorded=True),
-    Fault("the embedding is skipped", "bert", left_out("embedding", "forward", 0), "embedding", "forward", "embedding",
+    Fault("the embedding is skipped", "bert", left_out("embedding", "forward", 0), "embedding", BOTH, "embedding",
           recorded=True),
     Fault("tokens are not copied", "gpt", stale_argument(0), "graphed", "step", "", "argument 0", recorded=True),
     Fault("targets are not copied", "llama", stale_argument(1), "graphed", "step", "", "argument 1", recorded=True),
