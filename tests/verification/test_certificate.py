@@ -396,6 +396,12 @@ def test_writes_between_two_steps_are_no_fault():
         lambda: model.load_state_dict({name: torch.zeros_like(x) for name, x in model.state_dict().items()}),
         lambda: optimizer.load_state_dict(optimizer.state_dict()),
     ]
+
+    def clamp_one_element():
+        largest = model.weight.data.max().view(torch.int32)
+        model.weight.data.clamp_(max=float((largest & (largest - 1)).view(torch.float32)))  # its lowest bit is cleared
+
+    writes.insert(0, clamp_one_element)  # while all weights differ
     with tk.certify(share=1.0) as certificate:
         for write in writes:
             step(optimizer)

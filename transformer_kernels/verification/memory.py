@@ -39,6 +39,13 @@ class Copy(NamedTuple):
         """Whether one or two bits have changed since then, without a write."""
         return self.x._version == self.version and 0 < changed_bits(self.x, self.before) <= MAX_BITS
 
+    def is_clamped(self) -> bool:
+        """Whether values were beyond the present ones, which a program may have clamped through `.data`."""
+        if not self.x.is_floating_point():
+            return False
+        smallest, largest = self.x.aminmax()
+        return bool(((self.before < smallest) | (self.before > largest)).any())
+
 
 class BetweenSteps:
     """Compares weights and optimizers' state before a step of an optimizer with their values after the step before it,
@@ -144,11 +151,11 @@ class BetweenSteps:
 
     def _before(self, optimizer: Optimizer) -> None:
         for where, copy in self._gradients:
-            if copy.has_flipped():
+            if copy.has_flipped() and not copy.is_clamped():
                 self._report(*where)
         self._gradients.clear()
         for parameter, name, copy in self._copies.pop(optimizer, ()):
-            if copy.has_flipped():
+            if copy.has_flipped() and (name or not copy.is_clamped()):
                 layer, _, weight = self._path_of(parameter).rpartition(".")
                 what = f"{f'{name} of ' if name else ''}{weight} changed in memory between two steps"
                 self._report(type(optimizer).__name__, "step", layer, what, parameter.shape)
@@ -162,7 +169,8 @@ def current_recording() -> Any:
 
 def bits(x: Tensor) -> Tensor:
     """A tensor's elements as integers."""
-    return x.detach().view(WORDS.get(x.element_size(), torch.int64))
+    x = torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()
+    return x.view(WORDS[x.element_size()])
 
 
 def sum_of_bits(x: Tensor) -> int:
