@@ -99,12 +99,12 @@ def kernel(op: str, direction: str, change: Callable[..., Any], nth: int | None 
     return plant
 
 
-def spoilt(spoil: Callable[[torch.Tensor], Any], index: int = 0) -> Callable[..., Any]:
+def altered(alter: Callable[[torch.Tensor], Any], index: int = 0) -> Callable[..., Any]:
     """One of the results is changed in place."""
 
     def change(compute, *arguments):
         results = compute(*arguments)
-        spoil(results if isinstance(results, torch.Tensor) else results[index])
+        alter(results if isinstance(results, torch.Tensor) else results[index])
         return results
 
     return change
@@ -143,13 +143,13 @@ def scaled(factor: float) -> Callable[[torch.Tensor], Any]:
 
 
 def swapped(first: slice, second: slice, axis: int) -> Callable[[torch.Tensor], Any]:
-    def spoil(x):
+    def alter(x):
         x = x.movedim(axis, 0)
         kept = x[first].clone()
         x[first] = x[second]
         x[second] = kept
 
-    return spoil
+    return alter
 
 
 def repeated_row(x: torch.Tensor) -> None:

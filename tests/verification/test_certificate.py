@@ -12,7 +12,7 @@ import torch
 
 import transformer_kernels as tk
 from tests.support.parity import require
-from tests.support.plants import flip, kernel, spoilt
+from tests.support.plants import altered, flip, kernel
 from transformer_kernels.backends import dispatch
 from transformer_kernels.verification import certificate as certificates
 from transformer_kernels.verification.examples import EXAMPLES
@@ -82,7 +82,7 @@ def test_parts_of_a_linear_layer_see_its_gradients(named, device, monkeypatch):
     monkeypatch.setattr(certificates, "SMALL", 0)
     monkeypatch.setattr(certificates.Certificate, "_is_due", lambda *_: True)
 
-    kernel("linear", "backward", spoilt(scaled, 0 if named == "x" else 1))(None, monkeypatch)
+    kernel("linear", "backward", altered(scaled, 0 if named == "x" else 1))(None, monkeypatch)
     with tk.certify() as certificate:
         for _ in range(8):
             passes("linear", "cpu", rows=64)
@@ -217,13 +217,13 @@ def test_a_gradient_of_zero_is_rounding(device):
 # Planted faults
 
 
-def largest(spoil):
+def largest(alter):
     """Of the results of a kernel the first output or the largest gradient is changed in place."""
 
     def change(compute, *arguments):
         results = compute(*arguments)
         tensors = [results] if isinstance(results, torch.Tensor) else [x for x in results if x is not None]
-        spoil(tensors[0] if len(arguments) == 1 else max(tensors, key=lambda x: float(x.abs().max())))
+        alter(tensors[0] if len(arguments) == 1 else max(tensors, key=lambda x: float(x.abs().max())))
         return results
 
     return change
@@ -249,23 +249,23 @@ def flipped_bit(x):
     flat[index] ^= 1 << 22
 
 
-SPOILS = (scaled, zeroed_row, one_element, flipped_bit)
+ALTERATIONS = (scaled, zeroed_row, one_element, flipped_bit)
 WRONG_KERNELS = [
-    (op, direction, SPOILS[(i + 2 * j) % len(SPOILS)])
+    (op, direction, ALTERATIONS[(i + 2 * j) % len(ALTERATIONS)])
     for i, op in enumerate(sorted(EXAMPLES))
     for j, direction in enumerate(("forward", "backward"))
 ]
 
 
-def plant(monkeypatch, op, direction, spoil):
-    kernel(op, direction, largest(spoil))(None, monkeypatch)
+def plant(monkeypatch, op, direction, alter):
+    kernel(op, direction, largest(alter))(None, monkeypatch)
 
 
-@pytest.mark.parametrize(("op", "direction", "spoil"), WRONG_KERNELS, ids=lambda x: getattr(x, "__name__", x))
-def test_a_wrong_kernel_is_located(op, direction, spoil, device, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("op", "direction", "alter"), WRONG_KERNELS, ids=lambda x: getattr(x, "__name__", x))
+def test_a_wrong_kernel_is_located(op, direction, alter, device, monkeypatch, tmp_path):
     """36 faults: every operation, forward and backward; with the default share, since first calls are checked."""
     require(op, "cpu", device, torch.float32)
-    plant(monkeypatch, op, direction, spoil)
+    plant(monkeypatch, op, direction, alter)
     with tk.certify(tmp_path / "certificate.json") as certificate:
         passes(op, "cpu")
     assert certificate.beyond >= 1, str(certificate)
