@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -382,7 +383,8 @@ def search(fault: Fault, share: float = 1.0, steps: int = ONSET + 3) -> Outcome:
         stack.enter_context(tk.use_backend("cpu"))
         run = Run(RUNS[fault.run], fault.recorded)
         fault.plant(run, monkeypatch)
-        certificate = stack.enter_context(tk.certify(share=share))
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        certificate = stack.enter_context(tk.certify(f"{folder}/certificate.json", share=share))
         certificate.name(run.model)
         with contextlib.suppress(Diverged):
             while run.steps < steps and not certificate.findings:
