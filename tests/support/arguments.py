@@ -3,9 +3,22 @@
 import torch
 
 from transformer_kernels.verification.examples import normal as normal
-from transformer_kernels.verification.examples import rows_and_parameters as rows  # noqa: F401 - named so by the tests
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def rows(*parameters, like_x=()):
+    """Makes x (..., N), others of its shape, and parameters (N,), which may have a dtype of their own."""
+
+    def make(dtype, device, *shape, parameters_in=None):
+        shapes = {**dict.fromkeys(("x", *like_x), shape), **dict.fromkeys(parameters, shape[-1:])}
+        dtypes = dict.fromkeys(parameters, parameters_in or dtype)
+        return {
+            name: normal(*shape, dtype=dtypes.get(name, dtype), device=device, seed=seed)
+            for seed, (name, shape) in enumerate(shapes.items(), start=1)
+        }
+
+    return make
 
 
 def dtype_id(value):
