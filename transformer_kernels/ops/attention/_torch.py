@@ -105,10 +105,9 @@ def _within(span: slice, keys: slice, call: AttentionCall) -> AttentionCall:
 
 def _forward(call: AttentionCall, first: tuple[int, int]) -> AttentionResult:
     """out and lse; `first` is the position of the first query and key in dropout's counters."""
+    call = _without_padding(call)
     if _fused(call):
-        result = _fused_forward(call)
-        if _contained(call, result.out):
-            return result
+        return _fused_forward(call)
     return forward_in_chunks(call, _visible(call), first)
 
 
@@ -116,13 +115,20 @@ def _backward(
     call: AttentionCall, result: AttentionResult, grads: Grads, needs_dbias: bool, into: Into, first: tuple[int, int]
 ) -> Tensor | None:
     """Fill dq, dk and dv; return dbias."""
+    call = _without_padding(call)
     if grads[1] is None and not needs_dbias and _fused(call) and not _is_large(result.lse, call.q):
-        fused_grads = _fused_backward(call, result, grads[0])
-        if _contained(call, fused_grads[0]):
-            for grad, computed in zip(into, fused_grads, strict=True):
-                grad.copy_(sum_heads(computed, grad.shape[1]))
-            return None
+        for grad, computed in zip(into, _fused_backward(call, result, grads[0]), strict=True):
+            grad.copy_(sum_heads(computed, grad.shape[1]))
+        return None
     return backward_in_chunks(call, _visible(call), grads, needs_dbias, into, first)
+
+
+def _without_padding(call: AttentionCall) -> AttentionCall:
+    """The call with keys and values of 0 where they are padding: their weights are 0, and 0 * NaN is NaN."""
+    if call.scores.key_padding_mask is None:
+        return call
+    padding = ~call.scores.key_padding_mask[:, None, :, None]
+    return call._replace(k=call.k.masked_fill(padding, 0.0), v=call.v.masked_fill(padding, 0.0))
 
 
 def _visible(call: AttentionCall) -> Tensor | None:
@@ -130,12 +136,7 @@ def _visible(call: AttentionCall) -> Tensor | None:
 
 
 def _fused(call: AttentionCall) -> bool:
-    """Whether PyTorch has a fused kernel for this call on this device.
-
-    It multiplies masked keys by a weight of 0, so inf or NaN in masked keys would reach every row. On the CPU
-    a sum detects that, and the call is computed in chunks. On a CUDA device, where reading a sum would synchronise,
-    masked keys are set to zero (see `_operands`), and rows must be aligned to 16 bytes.
-    """
+    """Whether PyTorch has a fused kernel for this call on this device; on a GPU rows must be aligned to 16 bytes."""
     q, k, v, scores = call.q, call.k, call.v, call.scores
     if scores.softcap > 0.0 or not (call.seed is scores.cu_seqlens is scores.alibi_slopes is None):
         return False
@@ -149,7 +150,7 @@ def _fused(call: AttentionCall) -> bool:
 def _fused_forward(call: AttentionCall) -> AttentionResult:
     q, scale = call.q, call.scores.scale
     mask, is_causal = _fused_mask(call)
-    k, v = _operands(call)
+    k, v = (repeat_heads(x, q.shape[1]) for x in (call.k, call.v))
     if q.device.type == "cpu":
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu.default(
             q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale
@@ -176,16 +177,11 @@ def _is_large(lse: Tensor, q: Tensor) -> bool:
     return largest > (LARGE_LSE if q.element_size() > 2 else LARGE_LSE_OF_16_BITS)
 
 
-def _contained(call: AttentionCall, result: Tensor) -> bool:
-    """Whether no non-finite value of a masked key reached `result` (out or dq)."""
-    return call.scores.key_padding_mask is None or result.device.type != "cpu" or math.isfinite(float(result.sum()))
-
-
 def _fused_backward(call: AttentionCall, result: AttentionResult, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv per query head."""
     q, out, lse = call.q, result.out, result.lse
     mask, is_causal = _fused_mask(call)
-    k, v = _operands(call)
+    k, v = (repeat_heads(x, q.shape[1]) for x in (call.k, call.v))
     if q.device.type == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
             dout, q, k, v, out, _finite(lse), 0.0, is_causal, attn_mask=mask, scale=call.scores.scale
@@ -201,16 +197,6 @@ def _fused_backward(call: AttentionCall, result: AttentionResult, dout: Tensor) 
 def _rows_aligned(x: Tensor) -> bool:
     sizes = (x.shape[3], x.storage_offset(), *x.stride()[:3])
     return all(size * x.element_size() % 16 == 0 for size in sizes)
-
-
-def _operands(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """Keys and values per query head."""
-    k, v = (repeat_heads(x, call.q.shape[1]) for x in (call.k, call.v))
-    key_padding_mask = call.scores.key_padding_mask
-    if key_padding_mask is None or k.device.type == "cpu":
-        return k, v
-    padding = ~key_padding_mask[:, None, :, None]
-    return k.masked_fill(padding, 0.0), v.masked_fill(padding, 0.0)
 
 
 def _aligned(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:

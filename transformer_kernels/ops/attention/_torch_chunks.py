@@ -29,7 +29,7 @@ def forward_in_chunks(call: AttentionCall, visible: Tensor | None, first: tuple[
     lse = q.new_full(q.shape[:3], -math.inf, dtype=torch.promote_types(q.dtype, torch.float32))
     if q.numel() == 0 or k.numel() == 0:
         return AttentionResult(out.zero_(), lse, None)
-    clean = _clean(call)
+    clean = call.scores.cu_seqlens is None  # else NaN in another sequence must not reach a result
     operand = _operand_dtype(q)
     for chunk in _chunks(q, k.shape[2]):
         seen = _seen(visible, chunk)
@@ -66,7 +66,7 @@ def backward_in_chunks(
         for grad in into:
             grad.zero_()
         return as_dtype_of(bias, dbias)
-    clean = _clean(call)
+    clean = call.scores.cu_seqlens is None  # else NaN in another sequence must not reach a result
     operand = _operand_dtype(q)
     for chunk in _chunks(q, k.shape[2]):
         seen = _seen(visible, chunk)
@@ -167,13 +167,6 @@ def _weighted(weights: Tensor, v: Tensor, visible: Tensor | None, clean: bool) -
     reached = visible.to(weights.dtype) @ non_finite.any(dim=-1, keepdim=True).to(weights.dtype)  # (b, H, Lq, 1)
     out = weights @ v.masked_fill(non_finite, 0.0)
     return out.masked_fill(reached > 0.0, math.nan)
-
-
-def _clean(call: AttentionCall) -> bool:
-    """Whether padded keys and other sequences are known to be finite; checked on the CPU only."""
-    if call.scores.key_padding_mask is None and call.scores.cu_seqlens is None:
-        return True
-    return call.k.device.type == "cpu" and math.isfinite(float(call.k.sum() + call.v.sum()))
 
 
 def _hide(x: Tensor, visible: Tensor | None, clean: bool) -> Tensor:
