@@ -53,18 +53,14 @@ class RowTile:
         return Launch(kernel, grid, numbers, (*constants, self.rows, self.columns), self.num_warps, self.num_stages)
 
     def launch_rows(
-        self,
-        kernels: tuple[Any, Any],
-        numbers: tuple[float | None, ...],
-        constants: tuple[Any, ...],
-        whole: tuple[Any, ...] = (),
+        self, kernels: tuple[Any, Any], numbers: tuple[float | None, ...], constants: tuple[Any, ...]
     ) -> Launch:
         """A launch over M rows of N columns, the first two numbers, by the kernel whose tiles hold whole rows, or, if
-        a tile is narrower, by the second one, whose programs loop over a row. `whole`: constants of the first alone."""
+        a tile is narrower, by the second one, whose programs loop over a row."""
         M, N = int(numbers[0] or 0), int(numbers[1] or 0)
         if self.columns < N:
             return Launch(kernels[1], (M,), numbers, (*constants, self.columns), self.num_warps)
-        return self.launch(kernels[0], (ceil_div(M, self.rows),), numbers, (*constants, *whole))
+        return self.launch(kernels[0], (ceil_div(M, self.rows),), numbers, constants)
 
 
 Rule = Callable[[int, int, int], RowTile]
