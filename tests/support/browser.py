@@ -1,6 +1,5 @@
 """A page in headless Chromium with real mouse events: the DevTools protocol over two pipes, without other packages."""
 
-import base64
 import itertools
 import json
 import os
@@ -9,7 +8,6 @@ import shutil
 import subprocess
 import time
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -68,10 +66,6 @@ class Page:
         """The size of the page in CSS pixels; a phone has touch and a dense screen."""
         sizes = {"width": width, "height": height, "deviceScaleFactor": 2 if phone else 1, "mobile": phone}
         self.call("Emulation.setDeviceMetricsOverride", **sizes)
-
-    def screenshot(self, path):
-        """Write what is seen as a PNG file."""
-        Path(path).write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
 
     def _next(self):
         while b"\0" not in self._unread:

@@ -155,11 +155,6 @@ MASKS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def _by_hand(s: Tensor) -> Tensor:
-    e = torch.exp(s - s.amax(dim=-1, keepdim=True))
-    return e / e.sum(dim=-1, keepdim=True)
-
-
 SOFTMAX: dict[str, Callable[[Tensor], Tensor]] = {
     "F": lambda s: F.softmax(s, dim=-1),
     "method": lambda s: s.softmax(-1),

@@ -237,10 +237,6 @@ def distillation(logits, probabilities):
     return F.kl_div(F.log_softmax(logits.view(-1, V), -1), probabilities, reduction="batchmean")
 
 
-def _embedded(tokens: Tensor, table: Tensor) -> Tensor:
-    return F.embedding(tokens, table)
-
-
 SUMS: dict[str, Callable[..., Tensor]] = {
     "token": lambda e, positions, segments, table: e,
     "token + position": lambda e, positions, segments, table: e + positions,

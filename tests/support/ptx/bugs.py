@@ -22,7 +22,6 @@ CALLS: dict[str, Callable[[Edit | None], Outcome]] = {
 BARRIER = r"\bbar\.sync\s+0;"
 WAIT = r"\bcp\.async\.wait_group\s+(\d+);"
 WGMMA_WAIT = r"\bwgmma\.wait_group\.sync\.aligned\s+(\d+);"
-LDMATRIX = r"(ldmatrix\S+ \{)([^,]*), ([^,]*)"
 FRAGMENTS = r"(mma\.sync\S+\s+\{[^}]*\},\s+\{)([^}]*)(\},\s+\{)([^}]*)(\})"
 COPY = r"(cp\.async\.cg\.shared\.global \[ %r\d+ \+ )0( \], \[ %rd\d+ \+ )0"
 STORE = r"@%p\d+ (st\.global\S+ \[ %rd\d+ \+ )0"

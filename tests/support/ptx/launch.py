@@ -155,10 +155,6 @@ def capability_of(target: str) -> backend.Capability:
     return int(digits[:-1]), int(digits[-1])
 
 
-class _Stopped(Exception):
-    pass
-
-
 def run_ptx(
     kernel: Any,
     grid: Grid,
