@@ -58,7 +58,7 @@ def why_left(module: nn.Module) -> str | None:
     calls = calls_of(kind)
     if calls is None:
         return NOT_PYTHON
-    reason = _reason(module, kind, {call.name for call in calls})
+    reason = _reason(kind, {call.name for call in calls})
     if reason is None:
         return None
     if not kind.__module__.startswith("torch.") and syntax_tree(kind.forward) is None:
@@ -84,7 +84,7 @@ def _includes(parent: nn.Module | None, kind: type) -> bool:
     return bool(names & {*NORMS, *ACTIVATIONS, *CURVES, "rsqrt"}) and not names & {*ATTENTION, *SOFTMAX}
 
 
-def _reason(module: nn.Module, kind: type, names: set[str]) -> str | None:
+def _reason(kind: type, names: set[str]) -> str | None:
     """Why what these calls compute stays PyTorch's."""
     named = next((what for what, pattern in NAMES.items() if pattern.search(kind.__name__)), None)
     own = not kind.__module__.startswith("torch.")
