@@ -5,7 +5,7 @@ variables and decorators that only warn or select kernels. The functions that a 
 but torch's, are a part of its fingerprint. A forward that differs in anything else has another one, and is not
 patched. (A numerical probe would accept code that differs for other dtypes, shapes or modes than those probed.)
 
-`python -m transformer_kernels.patching._forms transformers.models.llama.modeling_llama` prints the forms in a module.
+`python -m tests.support.forms transformers.models.llama.modeling_llama` prints the forms in a module.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
-import importlib
 import inspect
 import re
-import sys
 import textwrap
 import threading
 import types
@@ -167,18 +165,3 @@ class _Form:
         if isinstance(node, ast.AnnAssign):
             fields["target"] = [fields["target"]]
         return f"{kind}({','.join(map(self.text, fields.values()))})"
-
-
-def main() -> None:
-    """Print the fingerprints of the forwards and functions of modules."""
-    for path in sys.argv[1:]:
-        module = importlib.import_module(path)
-        for name, found in vars(module).items():
-            if isinstance(found, type) and issubclass(found, nn.Module) and found.__module__ == path:
-                print(forward_fingerprint(found), f"{path}.{name}")
-            elif isinstance(found, types.FunctionType) and found.__module__ == path:
-                print(fingerprint(found), f"{path}.{name}")
-
-
-if __name__ == "__main__":
-    main()
