@@ -234,7 +234,9 @@ def scaled(x):
 
 
 def zeroed_row(x):
-    x.view(-1)[: max(1, x.shape[-1] if x.dim() else 1)].zero_() if x.is_contiguous() else x[-1].zero_()
+    """The row of the largest element; the first row of a gradient of causal attention is 0."""
+    *row, _ = torch.unravel_index(x.abs().argmax(), x.shape or (1,))
+    x[tuple(map(int, row))].zero_()
 
 
 def one_element(x):
