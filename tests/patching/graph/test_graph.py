@@ -87,6 +87,12 @@ def rotary_halves(x):
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
+def rotary_after_a_scale_in_place(x):
+    q = x.sin()
+    q *= 0.5
+    return rotary_halves(q.contiguous())
+
+
 def rotary_pairs(x):
     even, odd = x.view(2, 8, 4, 4).reshape(2, 8, 4, 2, 2).unbind(-1)
     cos, sin = ANGLES[:, None].cos(), ANGLES[:, None].sin()
@@ -153,6 +159,7 @@ SPELLINGS = {
     "an average of the weights that is not used": (weights_averaged, "attention"),
     "biases of both shapes": (biases_of_both_shapes, "attention"),
     "rotary by halves": (rotary_halves, "rotary"),
+    "rotary after a scale in place": (rotary_after_a_scale_in_place, "rotary"),
     "rotary by pairs": (rotary_pairs, "rotary"),
     "rotary by complex numbers": (rotary_complex, "rotary"),
     "geglu by erf": (lambda x: 0.5 * x * (1 + torch.erf(x / math.sqrt(2))) * (x + 1), "geglu"),
@@ -213,8 +220,29 @@ def view_written_before_it_is_read(x):
     return view @ x
 
 
+def alias_read_after_a_write(x):
+    y = x * 2
+    alias = y.contiguous()
+    y.mul_(3)
+    return F.gelu(alias)
+
+
+def written_through_an_alias(x):
+    y = x * 2
+    alias = y.view(y.shape)
+    alias *= 3
+    return F.layer_norm(y, (16,), WEIGHT, BIAS) + F.gelu(alias)
+
+
 @pytest.mark.parametrize(
-    "function", (view_without_a_gradient, assigned_without_a_gradient, view_written_before_it_is_read)
+    "function",
+    (
+        view_without_a_gradient,
+        assigned_without_a_gradient,
+        view_written_before_it_is_read,
+        alias_read_after_a_write,
+        written_through_an_alias,
+    ),
 )
 def test_views_of_all_elements(function):
     assert_same(function, tk.compile(function, backend="torch"), sample(2, 8, 16))

@@ -1,8 +1,9 @@
 """In-place operators of a graph: made functional if the graph owns the memory, so that patterns match values.
 
-Dynamo's fake tensors share storage exactly as the real ones will. A storage that the graph allocates and that all its
-nodes use with one shape and stride is a variable: a write makes its next value, and later readers read that one.
-Other writes (to inputs, through views) stay as they are, and no match contains a value of such a storage.
+Dynamo's fake tensors share storage exactly as the real ones will. A storage that the graph allocates and that is used
+with one shape and stride before a write, and under one name after it, is a variable: the write makes its next value, and
+later readers read that one. Other writes (to inputs, through views) stay as they are, and no match contains a value of
+such a storage.
 """
 
 from __future__ import annotations
@@ -136,10 +137,16 @@ class Writes:
         if any(fake(other).dtype not in (value.dtype, torch.bool) for other in others):
             return False  # an in-place operator computes in the target's dtype
         sharing = [view for storage in _storages(value) for view in self._storages[storage]]
-        first = min(sharing, key=lambda view: self._positions[view])
+        earlier = [view for view in sharing if self._positions[view] < self._positions[node]]
+        first = min(earlier, key=lambda view: self._positions[view])
         if first.op not in ("call_function", "call_method"):
             return False
-        return all(_is_whole(fake(view), value) for view in sharing)
+        return all(
+            _is_whole(fake(view), value) and (view is target or not self._is_read_after(view, node)) for view in earlier
+        )
+
+    def _is_read_after(self, view: fx.Node, write: fx.Node) -> bool:
+        return any(self._positions.get(user, -1) > self._positions[write] for user in view.users)
 
     def touches(self, node: fx.Node) -> bool:
         """Whether a node's memory is written to in place somewhere in the graph."""
