@@ -1,8 +1,8 @@
 """In-place operators of a graph: made functional if the graph owns the memory, so that patterns match values.
 
-Dynamo's fake tensors share storage exactly as the real ones will. A storage that the graph allocates and that is used
-with one shape and stride before a write, and under one name after it, is a variable: the write makes its next value, and
-later readers read that one. Other writes (to inputs, through views) stay as they are, and no match contains a value of
+Dynamo's fake tensors share storage exactly as the real ones will. A tensor in memory that the graph allocates, which is
+read under no other name after it is written to, is a variable: the write makes its next value, and later readers read
+that one. Other writes (to inputs, to a part that is read as a whole) stay as they are, and no match contains a value of
 such a storage.
 """
 
@@ -141,9 +141,7 @@ class Writes:
         first = min(earlier, key=lambda view: self._positions[view])
         if first.op not in ("call_function", "call_method"):
             return False
-        return all(
-            _is_whole(fake(view), value) and (view is target or not self._is_read_after(view, node)) for view in earlier
-        )
+        return all(view is target or not self._is_read_after(view, node) for view in earlier)
 
     def _is_read_after(self, view: fx.Node, write: fx.Node) -> bool:
         return any(self._positions.get(user, -1) > self._positions[write] for user in view.users)
@@ -189,8 +187,10 @@ class Writes:
                 continue
             target = node.args[0]
             assert isinstance(target, fx.Node)
-            whole = all(view in order and keepers.isdisjoint(view.users) for view in self._sharing[node])
-            if whole and target in self._sharing[node] and all(order[user] <= order[node] for user in target.users):
+            sharing = self._sharing[node]
+            whole = target in sharing and all(view in order and keepers.isdisjoint(view.users) for view in sharing)
+            earlier = [view for view in sharing if self._positions[view] < self._positions[node]]
+            if whole and all(order[user] <= order[node] for view in earlier for user in view.users):
                 node.target = node.meta.pop(KEY)
 
 
