@@ -181,8 +181,8 @@ def test_long_sums_are_made_of_short_ones(backend, request):
 
 def test_the_processor_is_that_of_the_instruction_set_in_use():
     """One module that changes its instruction set: nothing is cached for the process."""
-    kernels = SimpleNamespace(vendor="AuthenticAMD", instruction_set=lambda: level)
-    found = []
-    for level in ("avx2", "avx512", "amx", "plain", "avx512_bf16"):  # noqa: B007
-        found.append(import_module("transformer_kernels.ops.linear._cpu").processor(kernels))
-    assert found == ["", "AMD", "AMX", "", "AMD"]
+    processor = import_module("transformer_kernels.ops.linear._cpu").processor
+    levels = ("avx2", "avx512", "amx", "plain", "avx512_bf16")
+    for vendor, name in (("AuthenticAMD", "AMD"), ("GenuineIntel", "Intel"), ("HygonGenuine", "")):
+        kernels = SimpleNamespace(vendor=vendor, instruction_set=iter(levels).__next__)
+        assert [processor(kernels) for _ in levels] == ["", name, "AMX", "", name]

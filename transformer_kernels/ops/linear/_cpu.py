@@ -41,6 +41,7 @@ ANY = 1 << 62
 LIMITS: dict[tuple[torch.dtype, str, str], tuple[tuple[int, int], ...]] = {
     (torch.float32, "all", ""): ((0, 1 << 19),),
     (torch.float32, "all", "AMD"): ((0, 1 << 19), (32, 1 << 26)),
+    (torch.float32, "all", "Intel"): ((0, 1 << 17), (2048, 1 << 18)),
     (torch.bfloat16, "all", ""): ((0, 1 << 19), (512, 1 << 22)),
     (torch.bfloat16, "all", "AMX"): (),
     (torch.bfloat16, "weight gradient", ""): ((0, 1 << 16), (2048, 1 << 19)),
@@ -102,7 +103,9 @@ def processor(kernels: Any) -> str:
     level = kernels.instruction_set()
     if level == "amx":  # oneDNN multiplies 16 bits in tiles
         return "AMX"
-    return "AMD" if level not in ("plain", "avx2") and kernels.vendor == "AuthenticAMD" else ""  # MKL is slower there
+    if level in ("plain", "avx2"):
+        return ""
+    return {"AuthenticAMD": "AMD", "GenuineIntel": "Intel"}.get(kernels.vendor, "")  # MKL is slow on the first
 
 
 class Kernels(_kernels.Kernels):
