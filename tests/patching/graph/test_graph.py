@@ -93,6 +93,12 @@ def rotary_after_a_scale_in_place(x):
     return rotary_halves(q.contiguous())
 
 
+def rotary_scaled_in_place(x):
+    q = rotary_halves(x).transpose(1, 2)
+    q.mul_(0.5)
+    return q
+
+
 def rotary_pairs(x):
     even, odd = x.view(2, 8, 4, 4).reshape(2, 8, 4, 2, 2).unbind(-1)
     cos, sin = ANGLES[:, None].cos(), ANGLES[:, None].sin()
@@ -134,6 +140,11 @@ def biases_of_both_shapes(x):
     return torch.bmm(F.softmax(scores + hidden, -1).view(8, 8, 8), q)
 
 
+def weight_after_the_sum(x):
+    summed = x + x.sin()
+    return F.rms_norm(summed, (16,), 1.0 + WEIGHT, 1e-6) + summed
+
+
 SPELLINGS = {
     "layer_norm by products": (by_two_products, "layer_norm"),
     "layer_norm by var_mean": (by_var, "layer_norm"),
@@ -160,11 +171,13 @@ SPELLINGS = {
     "biases of both shapes": (biases_of_both_shapes, "attention"),
     "rotary by halves": (rotary_halves, "rotary"),
     "rotary after a scale in place": (rotary_after_a_scale_in_place, "rotary"),
+    "rotary scaled in place": (rotary_scaled_in_place, "rotary"),
     "rotary by pairs": (rotary_pairs, "rotary"),
     "rotary by complex numbers": (rotary_complex, "rotary"),
     "geglu by erf": (lambda x: 0.5 * x * (1 + torch.erf(x / math.sqrt(2))) * (x + 1), "geglu"),
     "baddbmm": (scores_by_baddbmm, "attention"),
     "linear": (lambda x: F.relu(F.linear(x, BIAS.outer(WEIGHT))), "linear_relu"),
+    "add_rms_norm, its weight computed after the sum": (weight_after_the_sum, "add_rms_norm"),
     "add_layer_norm": (lambda x: F.layer_norm(x + x.sin(), (16,), WEIGHT, BIAS), "add_layer_norm"),
 }
 
@@ -234,6 +247,20 @@ def written_through_an_alias(x):
     return F.layer_norm(y, (16,), WEIGHT, BIAS) + F.gelu(alias)
 
 
+def part_written_and_read_as_a_whole(x):
+    y = x * 2
+    part = y[0]
+    part.mul_(3)
+    return F.gelu(part) + F.gelu(y)
+
+
+def part_written_after_another(x):
+    y = x * 2
+    first, second = y[0], y.view(16, 16)[4:12]
+    first *= 3
+    return F.gelu(first) + F.gelu(second)
+
+
 @pytest.mark.parametrize(
     "function",
     (
@@ -242,10 +269,46 @@ def written_through_an_alias(x):
         view_written_before_it_is_read,
         alias_read_after_a_write,
         written_through_an_alias,
+        part_written_and_read_as_a_whole,
+        part_written_after_another,
     ),
 )
 def test_views_of_all_elements(function):
     assert_same(function, tk.compile(function, backend="torch"), sample(2, 8, 16))
+
+
+def weight_of_the_sum(x):
+    summed = x + x.sin()
+    return F.rms_norm(summed, (16,), 1.0 + summed[0, 0], 1e-6) + summed
+
+
+def weight_is_drawn(x):
+    torch.manual_seed(1)
+    summed = F.dropout(x, 0.5) + x
+    return F.rms_norm(summed, (16,), F.dropout(WEIGHT, 0.5), 1e-6) + summed
+
+
+@pytest.mark.parametrize("function", (weight_of_the_sum, weight_is_drawn))
+def test_a_weight_that_cannot_be_computed_before_the_sum(function):
+    compiled = tk.compile(function, backend="torch")
+    assert_same(function, compiled, sample(2, 8, 16))
+    assert compiled.report().matched == {"rms_norm": 1}
+
+
+def test_a_product_and_a_sum_without_gradients():
+    def function(x, y, scale):
+        laid_out_as_the_product = y * scale + x.mT.contiguous().mT
+        return y * (1 + scale) + x, x * y.double() + y, laid_out_as_the_product.view(-1)
+
+    x, y, scale = torch.randn(2, 8, 16), torch.randn(2, 8, 16), torch.randn(2, 1, 16)
+    compiled = tk.compile(function)
+    with torch.no_grad():
+        for found, expected in zip(compiled(x, y, scale), function(x, y, scale), strict=True):
+            torch.testing.assert_close(found, expected)
+            assert found.dtype is expected.dtype
+    assert compiled.report().matched == {"multiply_add": 1}
+    compiled(x.requires_grad_(), y, scale)
+    assert compiled.report().matched == {"multiply_add": 1}
 
 
 def test_tables_of_a_narrower_dtype():
@@ -451,6 +514,17 @@ def test_multi_head_attention(masks):
     compiled = tk.compile(model, backend="torch")
     x = sample(2, 8, 16)
     torch.testing.assert_close(compiled(x, **options), model(x, **options), rtol=1e-9, atol=1e-9, equal_nan=True)
+    assert compiled.report().matched == {"multi_head_attention": 1}
+
+
+def test_multi_head_attention_of_keys_and_values_of_other_widths():
+    attention = nn.MultiheadAttention(16, 4, kdim=12, vdim=8, batch_first=True).double()
+
+    def function(x):
+        return attention(x, x[..., :12], x[..., :8], need_weights=False)[0]
+
+    compiled = tk.compile(function, backend="torch")
+    assert_same(function, compiled, sample(2, 8, 16))
     assert compiled.report().matched == {"multi_head_attention": 1}
 
 

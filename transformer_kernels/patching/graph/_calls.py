@@ -30,6 +30,7 @@ SDPA = Call("sdpa", Input("q"), *map(grouped, "kv"), *map(Option, ("mask", "p", 
 DROPOUT = Call("dropout", X, Number("p", symbolic=True))
 CROSS_ENTROPY = Call("cross_entropy", X, *map(Option, ("target", "weight", "ignored", "reduction", "smoothing")))
 SOFTMAX = Call("softmax", X)
+MULTIPLY_ADD = Input("a") * Input("b") + Input("c")
 FASTER = "PyTorch's function is the faster one at this size"
 
 
@@ -162,6 +163,19 @@ def _cross_entropy(match: Match) -> Replacement | str:
     return Replacement(cross_entropy, tuple(bound[name] for name in names))
 
 
+def _multiply_add(match: Match) -> Replacement | str:
+    """a b + c in one pass; its backward pass has more passes than the backward passes of the two."""
+    if match.trains or not match.is_auto:
+        return "with gradients the product and the sum are faster"
+    values = [match.fake(name) for name in "abc"]
+    if not match.dtype.is_floating_point or any(x is None or x.dtype is not match.dtype for x in values):
+        return "the dtypes differ"
+    a, b, c = values
+    if str(torch.addcmul(c, a, b).stride()) != str(match.shape(match.root).stride()):
+        return "its result is laid out in memory as the product"
+    return Replacement(torch.addcmul, tuple(match.bound[name] for name in "cab"))
+
+
 PATTERNS = (
     Pattern("linear_relu", Call("relu", LINEAR), _linear_relu),
     Pattern("linear", LINEAR, _linear),
@@ -170,4 +184,5 @@ PATTERNS = (
     Pattern("dropout", DROPOUT, _dropout),
     Pattern("attention", SDPA, _attention),
     Pattern("cross_entropy", CROSS_ENTROPY, _cross_entropy),
+    Pattern("multiply_add", MULTIPLY_ADD, _multiply_add),
 )

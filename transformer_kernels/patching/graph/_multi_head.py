@@ -17,19 +17,21 @@ from transformer_kernels.patching._products import faster_linear
 from transformer_kernels.patching.graph._calls import attention
 
 PARAMETERS = tuple(inspect.signature(F.multi_head_attention_forward).parameters)
-ABSENT = ("bias_k", "bias_v", "static_k", "static_v", "add_zero_attn", "use_separate_proj_weight")
+ABSENT = ("bias_k", "bias_v", "static_k", "static_v", "add_zero_attn")
+SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 USED = ("query", "key", "value", "num_heads", "in_proj_weight", "in_proj_bias", "dropout_p", "out_proj_weight",
         "out_proj_bias", "training", "key_padding_mask", "need_weights", "attn_mask", "is_causal")  # fmt: skip
 
 
 def multi_head_attention(
-    query: Tensor, key: Tensor, value: Tensor, heads: int, weight: Tensor, bias: Tensor | None, p: float,
+    query: Tensor, key: Tensor, value: Tensor, heads: int, weight: Any, bias: Tensor | None, p: float,
     out_weight: Tensor, out_bias: Tensor | None, training: bool, padding: Tensor | None, need_weights: bool,
     mask: Tensor | None, causal: bool, backend: str | None = None, bounds: Tensor | None = None,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """The output (L, B, E) of torch's function, for query (L, B, E) and key and value (S, B, E).
 
-    With bounds of packed sequences B is 1, and padding is not read.
+    The weight is one tensor, or one each of queries, keys and values. With bounds of packed sequences B is 1, and
+    padding is not read.
     """
     if causal and padding is None and not need_weights:
         mask = None  # as torch does: the mask is a hint then
@@ -49,17 +51,18 @@ def multi_head_attention(
 
 
 def _projected(
-    query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None, heads: int, backend: str | None
+    query: Tensor, key: Tensor, value: Tensor, weight: Any, bias: Tensor | None, heads: int, backend: str | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values (B, H, L, D): views of one product if they are projections of the same tensor."""
     width = query.shape[-1]
     groups = [(query, 3)] if key is query and value is key else [(query, 1), (key, 2)]
-    if key is not value and len(groups) > 1:
+    if isinstance(weight, tuple) or (key is not value and len(groups) > 1):
         groups = [(query, 1), (key, 1), (value, 1)]
     found: list[Tensor] = []
     for tensor, count in groups:
         rows = slice(len(found) * width, (len(found) + count) * width)
-        product = faster_linear(tensor, weight[rows], None if bias is None else bias[rows], backend)
+        part = weight[len(found)] if isinstance(weight, tuple) else weight[rows]
+        product = faster_linear(tensor, part, None if bias is None else bias[rows], backend)
         split = product.view(*product.shape[:2], count, heads, width // heads)
         found.extend(split.permute(2, 1, 3, 0, 4))
     return found[0], found[1], found[2]
@@ -99,17 +102,22 @@ def _as_written(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, p: float) -> T
 
 def _replace(match: Match) -> Replacement | str:
     bound, query = match.bound, match.fake("query")
-    if any(bound[name] not in (None, False) for name in ABSENT) or bound["in_proj_weight"] is None:
-        return "it has further keys or separate projections"
+    names = SEPARATE if bound["use_separate_proj_weight"] else ("in_proj_weight",)
+    weights = tuple(bound[name] for name in names)
+    if any(bound[name] not in (None, False) for name in ABSENT) or None in weights:
+        return "it has further keys"
     if any(user.target is not operator.getitem or user.args[1] != 0 for user in match.root.users):
         return "its weights are used"
-    if query.dim() != 3 or not match.has_kernel(query.dtype, match.fake("in_proj_weight").dtype):
+    if query.dim() != 3 or not match.has_kernel(query.dtype, *(match.fake(x).dtype for x in names)):
         return "its input is not (L, B, E) of a dtype with a kernel"
     if torch.is_autocast_enabled(query.device.type):
         return "autocast chooses its dtypes"
     if match.is_auto and match.size(*query.shape) < MIN_ELEMENTS:
         return "PyTorch's function is the faster one at this size"
-    return Replacement(multi_head_attention, tuple(bound[name] for name in USED))
+    weight = weights if len(weights) > 1 else weights[0]
+    return Replacement(
+        multi_head_attention, tuple(weight if name == "in_proj_weight" else bound[name] for name in USED)
+    )
 
 
 MIN_ELEMENTS = 1 << 14

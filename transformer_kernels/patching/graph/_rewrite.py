@@ -188,7 +188,7 @@ class Rewriter:
             latest = max(
                 (self.writes.position(value) for value in _nodes([replacement.args, replacement.options])), default=-1
             )
-            if latest > self.writes.position(shared):
+            if latest > self.writes.position(shared) and not self._moves(replacement, shared):
                 self.outcome.left[(pattern.operation, root.name)] = "its parameters are computed after the sum"
                 return
         with self.graph.inserting_before(place):
@@ -217,6 +217,27 @@ class Rewriter:
             if node in self.own:  # a part that was an operation of its own
                 self.outcome.count(self.own[node][1], -1)
         self.outcome.left.pop((pattern.operation, root.name), None)
+
+    def _moves(self, replacement: Replacement, place: fx.Node) -> bool:
+        """Move what the arguments are computed by before `place`, if that does not depend on it."""
+        order = {node: index for index, node in enumerate(self.graph.nodes)}
+        late: dict[fx.Node, None] = {}
+
+        def visit(node: fx.Node) -> bool:
+            if node in late or order[node] < order[place]:
+                return True
+            same = name_of(node) in DETERMINISTIC and self.regions.get(node) == self.regions.get(place)
+            if node is place or not same or self.writes.touches(node) or not all(map(visit, node.all_input_nodes)):
+                return False
+            late[node] = None
+            return True
+
+        if not all(map(visit, _nodes([replacement.args, replacement.options]))):
+            return False
+        for node in late:
+            place.prepend(node)
+            self.writes.place(node, place)
+        return True
 
     def _call(
         self, function: Any, args: tuple[Any, ...], options: dict[str, Any], place: fx.Node, value: Any
