@@ -7,7 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from tests.support.handwritten.activations import GELU_ERF, GELU_TANH, SWIGLU, C
+from tests.support.handwritten.activations import GELU_ERF, GELU_TANH, QUICK_GELU, SWIGLU, C
 
 trap = GELU_TANH.trap
 
@@ -372,3 +372,42 @@ def gelu_gate_of_tanh(y, gate):
 @trap
 def products_of_two_weights(y, W, W2, W3):
     return F.linear(F.silu(F.linear(y, W)) * F.linear(y, W2), W3)
+
+
+trap = QUICK_GELU.trap
+
+
+@trap
+def factor_is_negative(y):
+    return y * torch.sigmoid(-1.702 * y)
+
+
+@trap
+def factor_is_learned(y, temperature):
+    return y * torch.sigmoid(temperature * y)
+
+
+@trap
+def factor_of_columns(y, weight):
+    return y * torch.sigmoid(weight * y)
+
+
+@trap
+def quick_gelu_of_another(y, gate):
+    return y * torch.sigmoid(1.702 * gate)
+
+
+@trap
+def shifted(y):
+    return y * torch.sigmoid(1.702 * y + 0.1)
+
+
+@trap
+def sigmoid_is_returned(y):
+    s = torch.sigmoid(1.702 * y)
+    return y * s, s
+
+
+@trap
+def factor_outside(y):
+    return 1.702 * y * torch.sigmoid(y)

@@ -87,9 +87,16 @@ SILU: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid * x": lambda x: x.sigmoid() * x,
     "module": lambda x: nn.SiLU()(x),
 }
+QUICK: dict[str, Callable[[Tensor], Tensor]] = {
+    "x * sigmoid(1.702 * x)": lambda x: x * torch.sigmoid(1.702 * x),
+    "(x * 1.702).sigmoid() * x": lambda x: (x * 1.702).sigmoid() * x,
+    "x / number": lambda x: torch.mul(x, F.sigmoid(x / 0.4)),
+    "factor below one": lambda x: x * torch.sigmoid(0.3 * x),
+}
 OPTIONS = {"of": list(GELU_OF), "gated": list(GATED), "observed": list(OBSERVED)}
 GELU_TANH = Family("gelu tanh", {"formula": list(TANH), **OPTIONS}, _activation(TANH), _matched("gelu", "geglu"))
 GELU_ERF = Family("gelu erf", {"formula": list(ERF), **OPTIONS}, _activation(ERF), _matched("gelu", "geglu"))
+QUICK_GELU = Family("quick gelu", {"formula": list(QUICK), **OPTIONS}, _activation(QUICK), _matched("quick", "quick"))
 SWIGLU = Family(
     "swiglu",
     {"formula": list(SILU), **OPTIONS, "gated": [name for name in GATED if name != "no"]},

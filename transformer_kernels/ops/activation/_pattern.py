@@ -14,12 +14,17 @@ from transformer_kernels.ops._pattern import (
     Either,
     Input,
     Match,
+    Number,
     Option,
     Pattern,
     Replacement,
     Term,
     is_faster,
 )  # fmt: skip
+from transformer_kernels.ops.activation._quick import quick_gelu
+
+MIN_ELEMENTS = 1 << 18
+"""Elements from which blocks are faster than whole operators."""
 
 X = Input("x")
 CUBE = Call("cube", X) | (Call("square", X) * X)
@@ -41,6 +46,7 @@ def _half_of(function: Term) -> Either:
 GELU_TANH = _half_of(Call("tanh", _angle(C))) | (X * Call("sigmoid", _angle(2.0 * C)))
 GELU_ERF = _half_of(Call("erf", Call("mul", X, math.sqrt(0.5))))
 GELU_CALL = Call("gelu", X, Option("approximate"))
+QUICK_GELU = X * Call("sigmoid", Call("mul", X, Number("factor", least=1e-3)))
 SILU = Call("silu", Input("gate")) | (Input("gate") * Call("sigmoid", Input("gate")))
 SWIGLU = SILU * Input("up")
 GEGLU = Call("gelu", Input("gate"), Option("approximate")) * Input("up")
@@ -60,6 +66,15 @@ def _gelu(approximate: str | None) -> Any:
         return Replacement(function, (x,), {"approximate": kind}, ("gelu", x, kind))
 
     return replace
+
+
+def _quick_gelu(match: Match) -> Replacement | str:
+    x = match.fake("x")
+    if x.dtype is not match.dtype or x.dtype not in (torch.float32, torch.float64) or not match.has_kernel(x.dtype):
+        return "it is computed in float32 only"
+    if match.is_auto and (not x.is_cpu or match.size(*x.shape) < MIN_ELEMENTS):
+        return SMALL
+    return Replacement(quick_gelu, (match.bound["x"], match.bound["factor"]))
 
 
 def _gate(match: Match) -> str | None:
@@ -84,5 +99,6 @@ PATTERNS = (
     Pattern("gelu", GELU_ERF, _gelu("none")),
     Pattern("geglu", GEGLU, _geglu),
     Pattern("gelu", GELU_CALL, _gelu(None)),
+    Pattern("quick_gelu", QUICK_GELU, _quick_gelu),
     Pattern("swiglu", SWIGLU, _swiglu),
 )
