@@ -45,6 +45,13 @@ def _complex(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.view_as_real(pairs * table).flatten(-2).type_as(x)
 
 
+def _complex_by_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    pairs = torch.view_as_complex(torch.stack(torch.chunk(wide(x), 2, dim=-1), dim=-1))
+    rotated = torch.view_as_real(pairs * torch.complex(wide(cos), wide(sin))).type_as(x)
+    joined = torch.cat(torch.chunk(rotated, 2, dim=-1), dim=-2)
+    return joined.reshape(*joined.shape[:-2], -1)
+
+
 ROTARY_BY: dict[str, Callable[..., Tensor]] = {
     "halves": lambda x, cos, sin, hc, hs: x * torch.cat((hc, hc), -1) + _rotated(x) * torch.cat((hs, hs), -1),
     "halves, parts": lambda x, cos, sin, hc, hs: _by_parts(x, hc, hs),
@@ -68,6 +75,7 @@ ROTARY_BY: dict[str, Callable[..., Tensor]] = {
         (x[..., :4] * hc + x[..., 4:] * hs, -(x[..., :4] * hs) + x[..., 4:] * hc), -1
     ),
     "complex": lambda x, cos, sin, hc, hs: _complex(x, hc, hs),
+    "complex, halves": lambda x, cos, sin, hc, hs: _complex_by_halves(x, hc, hs),
     "whole table": lambda x, cos, sin, hc, hs: (x * cos) + (_rotated(x) * sin),
     "whole table, interleaved": lambda x, cos, sin, hc, hs: x * cos + _interleaved(x) * sin,
 }
@@ -188,6 +196,40 @@ def halves_stacked_as_pairs(q, half_cos, half_sin):
 def complex_conjugate(q, half_cos, half_sin):
     pairs = torch.view_as_complex(q.reshape(*q.shape[:-1], -1, 2).contiguous())
     return torch.view_as_real(pairs * torch.complex(half_cos, half_sin).conj()).flatten(-2)
+
+
+@trap
+def complex_halves_in_reverse(q, half_cos, half_sin):
+    pairs = torch.view_as_complex(torch.stack(q.chunk(2, dim=-1)[::-1], dim=-1))
+    rotated = torch.view_as_real(pairs * torch.complex(half_cos, half_sin))
+    return torch.cat(rotated.chunk(2, dim=-1), dim=-2).flatten(-2)
+
+
+@trap
+def complex_halves_joined_in_reverse(q, half_cos, half_sin):
+    pairs = torch.view_as_complex(torch.stack(q.chunk(2, dim=-1), dim=-1))
+    rotated = torch.view_as_real(pairs * torch.complex(half_cos, half_sin))
+    return torch.cat(rotated.chunk(2, dim=-1)[::-1], dim=-2).flatten(-2)
+
+
+@trap
+def complex_halves_joined_as_pairs(q, half_cos, half_sin):
+    pairs = torch.view_as_complex(torch.stack(q.chunk(2, dim=-1), dim=-1))
+    return torch.view_as_real(pairs * torch.complex(half_cos, half_sin)).flatten(-2)
+
+
+@trap
+def complex_halves_of_two_tensors(q, k, half_cos, half_sin):
+    pairs = torch.view_as_complex(torch.stack((q[..., : D // 2], k[..., D // 2 :]), dim=-1))
+    rotated = torch.view_as_real(pairs * torch.complex(half_cos, half_sin))
+    return torch.cat(rotated.chunk(2, dim=-1), dim=-2).flatten(-2)
+
+
+@trap
+def complex_pairs_joined_as_halves(q, half_cos, half_sin):
+    pairs = torch.view_as_complex(q.reshape(*q.shape[:-1], -1, 2).contiguous())
+    rotated = torch.view_as_real(pairs * torch.complex(half_cos, half_sin))
+    return torch.cat(rotated.chunk(2, dim=-1), dim=-2).flatten(-2)
 
 
 @trap

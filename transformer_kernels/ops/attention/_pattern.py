@@ -47,6 +47,9 @@ MIN_DENSE = 1 << 14
 """Elements from which a bool mask without a structure is made a bias once, and not in each call."""
 
 
+MIN_KEYS = 256
+"""Keys from which a bias of each score is worth its gradient."""
+
 MAX_WIDTH = 128
 """Maximum head dimension where it exceeds the number of keys: there the scores are smaller than the queries."""
 
@@ -292,6 +295,13 @@ class Fused(NamedTuple):
         return [step for step in self.steps[first:] if step.kind == "scale"]
 
 
+def _is_full(match: Match, masks: list[Any]) -> bool:
+    """Whether a bias with a gradient has one number for each score."""
+    scores = match.size(*match.fake("q").shape[:-1], match.fake("kt").shape[-1])
+    found = [match.shape(mask) for mask in masks]
+    return any(mask.requires_grad and match.size(*mask.shape) == scores for mask in found)
+
+
 def _same(a: Any, b: Any) -> bool:
     return str(a) == str(b)
 
@@ -328,6 +338,8 @@ def _replace(match: Match) -> Replacement | str:
         return "heads are repeated in windows"
     if windows is not None and match.is_auto and match.trains:
         return "PyTorch's operators are faster for windows with masks of their own and gradients"
+    if match.is_auto and match.trains and match.size(kt.shape[-1]) < MIN_KEYS and _is_full(match, masks):
+        return "PyTorch's operators are faster for few keys with a bias of each score and gradients"
     fill = max((step.number for step in steps if step.kind == "fill"), default=-math.inf)
     if fill > LARGE and any(step.kind == "bias" for step in steps):
         return f"scores are filled with {fill} beside a bias"

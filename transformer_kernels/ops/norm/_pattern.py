@@ -20,30 +20,53 @@ from transformer_kernels.ops._pattern import (
     Pattern,
     Prepared,
     Replacement,
+    Term,
     is_faster,
     maybe,
     result_dtype,
 )  # fmt: skip
+from transformer_kernels.ops.norm._by_length import LEAST, length_norm
 from transformer_kernels.ops.norm._by_std import std_norm
+from transformer_kernels.ops.norm._channels import channel_norm
 
 X, WEIGHT, BIAS = Input("x"), Input("weight", dims=1), Input("bias", dims=1)
-MEAN = Call("mean", X)
-CENTRED = X - MEAN
+ANY_WEIGHT, ANY_BIAS = Input("weight"), Input("bias")
+CENTRED = X - Call("mean", X)
 MEAN_SQUARE = Call("mean", Call("square", X))
-VARIANCE = (
-    Call("var", X, 0)
-    | Call("square", Call("std", X, 0))
-    | Call("mean", Call("square", CENTRED))
-    | (MEAN_SQUARE - Call("square", MEAN))
-)
 EPS = Number("eps", least=1e-30, symbolic=True)
 
-INVERSE = Call("rsqrt", VARIANCE + EPS)
-LAYER_NORM = maybe(lambda y: y + BIAS, maybe(lambda y: y * WEIGHT, CENTRED * INVERSE) | (CENTRED * WEIGHT) * INVERSE)
+
+def _layer_norm_of(axis: str, weight: Term, bias: Term) -> Term:
+    """LayerNorm of statistics over an axis: "" is the last one."""
+    mean, squares = Call(f"mean{axis}", X), Call(f"mean{axis}", Call("square", X))
+    centred = X - mean
+    variance = (
+        Call(f"var{axis}", X, 0)
+        | Call("square", Call(f"std{axis}", X, 0))
+        | Call(f"mean{axis}", Call("square", centred))
+        | (squares - Call("square", mean))
+    )
+    inverse = Call("rsqrt", variance + EPS)
+    return maybe(lambda y: y + bias, maybe(lambda y: y * weight, centred * inverse) | (centred * weight) * inverse)
+
+
+LAYER_NORM = _layer_norm_of("", WEIGHT, BIAS)
+CHANNEL_NORM = _layer_norm_of("_channels", ANY_WEIGHT, ANY_BIAS)
 LAYER_NORM_CALL = Call("layer_norm", X, Option("weight"), Option("bias"), Option("eps"))
+SCALED_LAYER_NORM = maybe(
+    lambda y: y + BIAS, Call("layer_norm", X, Option("own"), Option("own_bias"), Option("eps")) * WEIGHT
+)
 INVERSE_RMS = Call("rsqrt", MEAN_SQUARE + EPS)
 RMS_NORM = maybe(lambda y: y * WEIGHT, X * INVERSE_RMS) | (X * WEIGHT) * INVERSE_RMS
 RMS_NORM_CALL = Call("rms_norm", X, Option("weight"), Option("eps"))
+SCALED_RMS_NORM = Call("rms_norm", X, Option("own"), Option("eps")) * WEIGHT
+LENGTH = Call("length", X)
+UNIT = (
+    Call("unit", X, Number("least"))
+    | X / Call("clamp_min", LENGTH, Number("least"))
+    | X / Call("clamp_min", Call("mul", LENGTH, Number("by", least=1e-30)), Number("least"))
+)
+LENGTH_NORM = Call("mul", maybe(lambda y: y * ANY_WEIGHT, UNIT), Number("scale")) | (UNIT * ANY_WEIGHT)
 STANDARD = CENTRED / (Call("std", X, Option("correction")) + EPS)
 STD_NORM = maybe(
     lambda y: y + BIAS,
@@ -127,6 +150,54 @@ def _layer_norm(match: Match) -> Replacement | str:
     return Replacement(torch.layer_norm, (x, [_columns(match)], weight, bias, eps), {}, expression)
 
 
+def _scaled(replace: Any) -> Any:
+    """A norm without parameters, whose result is scaled afterwards."""
+
+    def scaled(match: Match) -> Replacement | str:
+        if match.bound["own"] is not None or match.bound.get("own_bias") is not None:
+            return "it has parameters of its own"
+        replacement: Replacement | str = replace(match)
+        return replacement
+
+    return scaled
+
+
+def _channel_norm(match: Match) -> Replacement | str:
+    bound, x = match.bound, match.fake("x")
+    for name in ("weight", "bias"):
+        if name not in bound:
+            continue
+        vector = match.fake(name)
+        shape = (1,) * (x.dim() - vector.dim()) + tuple(vector.shape)
+        if str(shape) != str((1, x.shape[1], *(1,) * (x.dim() - 2))):
+            return f"{name} is not one number per channel"
+        if vector.dtype is not x.dtype:
+            return "the dtypes differ"
+    if not isinstance(x.shape[1], int) or x.dtype is not match.dtype or not match.has_kernel(x.dtype):
+        return "the number of its channels is a symbol, or its dtype has no kernel"
+    native = not is_faster(match, "layer_norm", x)
+    return Replacement(channel_norm, (bound["x"], bound.get("weight"), bound.get("bias"), bound["eps"], native))
+
+
+def _length_norm(match: Match) -> Replacement | str:
+    bound, x = match.bound, match.fake("x")
+    if x.dtype is not match.dtype or x.dtype not in (torch.float32, torch.float64) or not match.has_kernel(x.dtype):
+        return "a norm by the length is computed in float32 only"
+    columns, by = x.shape[-1], bound.get("by", 1.0)
+    eps, scale = bound["least"] / by, bound.get("scale", 1.0) / by
+    if not x.is_cpu or not isinstance(columns, int) or eps * eps < LEAST * columns:
+        return "its lengths are not read on this device, or its eps is too small"
+    weight = match.shape(bound.get("weight"))
+    if weight is not None:
+        if weight.dtype is not x.dtype or weight.dim() > x.dim():
+            return "the dtypes differ, or its weight has more axes"
+        pairs = zip(reversed(weight.shape), reversed(x.shape), strict=False)
+        if not all(str(size) in ("1", str(full)) for size, full in pairs):
+            return "its weight does not broadcast"
+    ones = Prepared(Ones(columns, x.dtype, x.device), ())
+    return Replacement(length_norm, (bound["x"], bound.get("weight"), ones, scale, eps))
+
+
 def _layer_norm_call(match: Match) -> Replacement | str:
     return _layer_norm(match) if is_faster(match, "layer_norm", match.fake("x")) else SMALL
 
@@ -189,8 +260,12 @@ def _added(match: Match, function: Any, *bias: Any) -> Replacement:
 
 PATTERNS: tuple[Any, ...] = (
     Pattern("layer_norm", LAYER_NORM, _layer_norm),
+    Pattern("layer_norm", SCALED_LAYER_NORM, _scaled(_layer_norm)),
+    Pattern("layer_norm", CHANNEL_NORM, _channel_norm),
     Pattern("layer_norm", LAYER_NORM_CALL, _layer_norm_call),
     Pattern("rms_norm", RMS_NORM, _rms_norm),
+    Pattern("rms_norm", SCALED_RMS_NORM, _scaled(_rms_norm)),
+    Pattern("length_norm", LENGTH_NORM, _length_norm),
     Pattern("rms_norm", RMS_NORM_CALL, _rms_norm_call),
     Pattern("std_norm", STD_NORM, _std_norm),
     Pattern("add_layer_norm", ADD_LAYER_NORM, _add_layer_norm, shared="summed"),

@@ -47,7 +47,9 @@ BACKWARDS = Call("cat_last", (_half(0) * COS) + (_half(1) * SIN), _negative(_hal
 
 PAIRS = Call("pairs", _first(_alternate(0), _alternate(1)), _second(_alternate(0), _alternate(1)))
 
-COMPLEX = Call("real_pairs", Call("as_complex", X) * Input("phase"))
+PHASE = Input("phase")
+COMPLEX = Call("real_pairs", Call("as_complex", X) * PHASE)
+COMPLEX_HALVES = Call("real_halves", Call("as_complex_halves", X) * PHASE)
 
 MIN_ELEMENTS = 1 << 17
 """Elements from which one pass is faster than several of PyTorch's."""
@@ -142,19 +144,22 @@ def _replace(whole: bool, interleaved: bool, sign: float = 1.0) -> Any:
     return replace
 
 
-def _by_phase(match: Match) -> Replacement | str:
-    x, phase = match.fake("x"), match.fake("phase")
-    if x.dim() != 4 or not match.has_kernel(x.dtype) or x.dtype is not match.dtype or phase.requires_grad:
-        return "its input is not (B, H, L, D) of a dtype with a kernel, or its table has a gradient"
-    if not phase.is_complex() or str(phase.shape[-1] * 2) != str(x.shape[-1]):
-        return "its table does not have the columns of the input"
-    axis = _axis(x, phase)
-    if axis is None:
-        return "its table does not broadcast over heads alone"
-    if match.is_auto and match.size(*x.shape) < MIN_ELEMENTS // (2 if match.trains else 1):
-        return SMALL
-    values = (match.bound["x"], None, None, Prepared(Phases(axis), (match.bound["phase"],)))
-    return Replacement(Rotate(axis, True, False, 1.0, match.dtype), values)
+def _by_phase(interleaved: bool) -> Any:
+    def replace(match: Match) -> Replacement | str:
+        x, phase = match.fake("x"), match.fake("phase")
+        if x.dim() != 4 or not match.has_kernel(x.dtype) or x.dtype is not match.dtype or phase.requires_grad:
+            return "its input is not (B, H, L, D) of a dtype with a kernel, or its table has a gradient"
+        if not phase.is_complex() or str(phase.shape[-1] * 2) != str(x.shape[-1]):
+            return "its table does not have the columns of the input"
+        axis = _axis(x, phase)
+        if axis is None:
+            return "its table does not broadcast over heads alone"
+        if match.is_auto and match.size(*x.shape) < MIN_ELEMENTS // (2 if match.trains else 1):
+            return SMALL
+        values = (match.bound["x"], None, None, Prepared(Phases(axis), (match.bound["phase"],)))
+        return Replacement(Rotate(axis, interleaved, False, 1.0, match.dtype), values)
+
+    return replace
 
 
 def _axis(x: Any, table: Any) -> int | None:
@@ -175,5 +180,6 @@ PATTERNS = (
     Pattern("rotary", HALVES, _replace(False, False)),
     Pattern("rotary", BACKWARDS, _replace(False, False, -1.0)),
     Pattern("rotary", PAIRS, _replace(False, True)),
-    Pattern("rotary", COMPLEX, _by_phase),
+    Pattern("rotary", COMPLEX, _by_phase(True)),
+    Pattern("rotary", COMPLEX_HALVES, _by_phase(False)),
 )

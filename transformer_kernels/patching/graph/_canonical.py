@@ -25,7 +25,7 @@ REACH = 3
 FLAT = ("mean_flat", "var_flat", "std_flat")
 """Statistics of rows without the last axis."""
 
-OWNERS = (torch, F, torch._C._nn, torch.functional, torch.special)
+OWNERS = (torch, F, torch._C._nn, torch.functional, torch.special, torch._C._linalg)  # type: ignore[attr-defined]
 OPERATORS = {
     operator.add: "add", operator.sub: "sub", operator.mul: "mul", operator.truediv: "div", operator.neg: "neg",
     operator.pow: "pow", operator.matmul: "matmul", operator.getitem: "getitem", operator.eq: "eq", operator.ne: "ne",
@@ -43,7 +43,8 @@ ALIASES = {
 }  # fmt: skip
 KEYWORDS = {
     "other": "b", "exponent": "b", "batch1": "a", "batch2": "b", "mat1": "a", "mat2": "b", "tensor1": "a",
-    "tensor2": "b", "split_size": "size", "split_size_or_sections": "size", "dims": "d0", "train": "training",
+    "tensor2": "b", "ord": "p", "split_size": "size", "split_size_or_sections": "size", "dims": "d0",
+    "train": "training",
 }  # fmt: skip
 """The rules' names of torch's keyword arguments, where they differ."""
 _NAMES: dict[Any, str | None] = {}

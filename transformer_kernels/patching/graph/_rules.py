@@ -315,12 +315,58 @@ def _view(c: Canonical, node: fx.Node, input: Any, *_: Any, **__: Any) -> Expr |
         return None
     if after.dim() == 2 < before.dim() and is_same(before.shape[-1], after.shape[-1]):
         return Expr("rows", (input,))
+    if after.dim() == before.dim() + 2 and _is_flat_grid(before.shape, after.shape):
+        return Expr("to_grid", (input,))
+    if before.dim() == after.dim() + 2 and _is_flat_grid(after.shape, before.shape):
+        return _from_grid(c, input)
     if min(before.dim(), after.dim()) < 3 or not same_shape(before.shape[-2:], after.shape[-2:]):
         return None
     return Expr("id", (input,)) if same_shape(before.shape, after.shape) else Expr("batch_view", (input, node))
 
 
+def _is_channels(dim: Any, x: Any) -> bool:
+    """Whether an axis is the second one, and another is the last one."""
+    dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+    return isinstance(dim, int) and fake(x).dim() > 2 and dim in (1, 1 - fake(x).dim())
+
+
+def _is_flat_grid(flat: Any, grid: Any) -> bool:
+    """Whether scores (..., L, S) are those (..., h, w, h', w') of the positions of two images."""
+    if not all(isinstance(size, int) for size in (*flat[-2:], *grid[-4:])) or len(flat) < 3:
+        return False
+    queries, keys = grid[-4] * grid[-3], grid[-2] * grid[-1]
+    return same_shape((*grid[:-4], queries, keys), flat)
+
+
+def _from_grid(c: Canonical, input: fx.Node) -> Expr | None:
+    """The scores of positions of images with the terms of their rows and columns, as scores and one term."""
+    found = _terms_of_grid(c, input)
+    if found is None or len(found[1]) != 2:
+        return None
+    scores, terms, via = found
+    sizes = [fake(term).shape if is_tensor(term) else () for term in terms]
+    if not all(len(size) == fake(input).dim() for size in sizes) or fake(terms[0]).dtype is not fake(terms[1]).dtype:
+        return None
+    if not same_shape([max(pair) for pair in zip(*sizes, strict=True)], fake(input).shape):
+        return None
+    return Expr("add", (scores, Expr("grid", terms)), via)
+
+
+def _terms_of_grid(c: Canonical, value: Any) -> tuple[Any, tuple[Any, ...], tuple[fx.Node, ...]] | None:
+    """Scores whose view a sum starts from, the terms, and the nodes of the sum."""
+    expression = c.of(value)
+    if expression.op == "to_grid":
+        return expression.args[0], (), (value, *expression.via)
+    if expression.op == "add":
+        for stream, term in (expression.args, expression.args[::-1]):
+            if (found := _terms_of_grid(c, stream)) is not None:
+                return found[0], (*found[1], term), (*found[2], value, *expression.via)
+    return None
+
+
 def _mean(c: Canonical, node: fx.Node, input: Any, dim: Any = None, keepdim: Any = False, dtype: Any = None) -> Any:
+    if keepdim and dtype is None and _is_channels(dim, input):
+        return Expr("mean_channels", (input,))
     if not _last(dim, input) or _narrows(dtype, input):
         return None
     return Expr("mean" if keepdim else "mean_flat", (input,))
@@ -343,14 +389,34 @@ def _moment(name: str) -> Callable[..., Expr | None]:
         c: Canonical, node: fx.Node, input: Any, dim: Any = None, unbiased: Any = True, keepdim: Any = False,
         correction: Any = None,
     ) -> Expr | None:  # fmt: skip
-        if isinstance(dim, bool) or not _last(dim, input):
-            return None
         correction = int(unbiased) if correction is None else correction
-        if correction not in (0, 1):
+        channels = keepdim is True and _is_channels(dim, input)
+        if isinstance(dim, bool) or not (channels or _last(dim, input)) or correction not in (0, 1):
             return None
-        return Expr(name if keepdim is True else f"{name}_flat", (input, int(correction)))
+        axis = "_channels" if channels else "" if keepdim is True else "_flat"
+        return Expr(f"{name}{axis}", (input, int(correction)))
 
     return rule
+
+
+def _normalize(
+    c: Canonical, node: fx.Node, input: Any, p: Any = 2.0, dim: Any = 1, eps: Any = 1e-12, out: Any = None
+) -> Expr | None:
+    """x / max(|x|, eps)."""
+    fits = c.number(p) == 2 and out is None and _last(dim, input) and number(eps) is not None
+    return Expr("unit", (input, eps)) if fits else None
+
+
+def _length(
+    c: Canonical, node: fx.Node, input: Any, p: Any = 2, dim: Any = None, keepdim: Any = False, dtype: Any = None
+) -> Expr | None:
+    """|x| of rows."""
+    fits = (p in (None, "fro") or number(p) == 2) and _last(dim, input) and keepdim is True and dtype is None
+    return Expr("length", (input,)) if fits else None
+
+
+def _clamp(c: Canonical, node: fx.Node, input: Any, min: Any = None, max: Any = None) -> Expr | None:
+    return Expr("clamp_min", (input, min)) if max is None and number(min) is not None else None
 
 
 def _unsqueeze(c: Canonical, node: fx.Node, input: Any, dim: Any) -> Expr | None:
@@ -424,14 +490,34 @@ def _cross_entropy(
 
 
 def _cat(c: Canonical, node: fx.Node, tensors: Any, dim: Any = 0) -> Expr | None:
-    return Expr("cat_last", tuple(tensors)) if len(tensors) == 2 and _last(dim, node) else None
+    if len(tensors) != 2:
+        return None
+    if _last(dim, node):
+        return Expr("cat_last", tuple(tensors))
+    whole = _both_halves(c, tensors) if dim in (-2, fake(node).dim() - 2) else None
+    if whole is None:
+        return None
+    complex_, via = _inside_copies(c, whole[0])
+    return Expr("real_columns", complex_.args, (*whole[1], *via)) if complex_.op == "as_real" else None
+
+
+def _both_halves(c: Canonical, tensors: Any) -> tuple[Any, tuple[fx.Node, ...]] | None:
+    """x and the nodes above it, where the tensors are the first and the second half of its columns."""
+    first, second = (c.of(tensor) for tensor in tensors)
+    if first.op != "half" or second.op != "half" or first.args != (second.args[0], 0) or second.args[1] != 1:
+        return None
+    return first.args[0], (*tensors, *first.via, *second.via)
+
+
+JOINED = {"stack_last": "pairs", "as_real": "real_pairs", "real_columns": "real_halves"}
+"""The last two axes as one."""
 
 
 def _flatten(c: Canonical, node: fx.Node, input: Any, *_: Any, **__: Any) -> Expr | None:
     """Pairs (even, odd) of columns next to each other, or a view of the leading axes."""
     pairs = c.of(input)
-    if pairs.op in ("stack_last", "as_real") and same_shape(fake(node).shape[:-1], fake(input).shape[:-2]):
-        return Expr("pairs" if pairs.op == "stack_last" else "real_pairs", pairs.args, (input,))
+    if pairs.op in JOINED and same_shape(fake(node).shape[:-1], fake(input).shape[:-2]):
+        return Expr(JOINED[pairs.op], pairs.args, (input, *pairs.via))
     return _expanded(c, node, input) or _view(c, node, input)
 
 
@@ -440,7 +526,10 @@ def _as_complex(c: Canonical, node: fx.Node, input: Any) -> Expr | None:
     while (copied := c.of(input)).op == "id":
         copies, input = (*copies, input), copied.args[0]
     pairs = _unbind(c, node, input, -1)
-    return None if pairs is None else Expr("as_complex", pairs.args, (*copies, *pairs.via))
+    if pairs is not None:
+        return Expr("as_complex", pairs.args, (*copies, *pairs.via))
+    halves = _both_halves(c, copied.args) if copied.op == "stack_last" else None
+    return None if halves is None else Expr("as_complex_halves", halves[:1], (*copies, input, *halves[1]))
 
 
 def _stack(c: Canonical, node: fx.Node, tensors: Any, dim: Any = 0) -> Expr | None:
@@ -547,6 +636,9 @@ def _rules() -> dict[str, Rule]:
     rule("addmm", "input a b", _addmm)
     rule("layer_norm", "input normalized_shape weight bias eps cudnn_enable", _layer_norm)
     rule("rms_norm", "input normalized_shape weight eps", _rms_norm)
+    rule("normalize", "input p dim eps out", _normalize)
+    rule("norm linalg_norm linalg_vector_norm", "input p dim keepdim", _length)
+    rule("clamp clamp_min", "input min max", _clamp)
     rule("scaled_dot_product_attention", "query key value attn_mask dropout_p is_causal", _sdpa)
     rules["multi_head_attention_forward"] = (
         tuple(inspect.signature(F.multi_head_attention_forward).parameters),
