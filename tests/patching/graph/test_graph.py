@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import transformer_kernels as tk
 from tests.support.handwritten import compare
 from tests.support.handwritten.attention import KEYS
+from transformer_kernels.ops.activation._quick import quick_gelu
 from transformer_kernels.patching import graph
 from transformer_kernels.patching.graph import _rewrite
 
@@ -309,6 +310,13 @@ def test_a_product_and_a_sum_without_gradients():
     assert compiled.report().matched == {"multiply_add": 1}
     compiled(x.requires_grad_(), y, scale)
     assert compiled.report().matched == {"multiply_add": 1}
+
+
+def test_second_derivatives_of_quick_gelu():
+    x = sample(2, 8)
+    assert torch.autograd.gradgradcheck(lambda x: quick_gelu(x, 1.702), x)
+    slopes = [torch.autograd.grad(quick_gelu(x, 1.702).sum(), x, create_graph=again)[0] for again in (True, False)]
+    torch.testing.assert_close(*slopes)
 
 
 def test_tables_of_a_narrower_dtype():

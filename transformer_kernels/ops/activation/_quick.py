@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 BLOCK = 1 << 16
 """Elements of a block."""
@@ -34,9 +33,11 @@ class _QuickGELU(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
+        if torch.is_grad_enabled():  # it is differentiated again
+            s = torch.sigmoid(ctx.factor * x)
+            return dy * (s + ctx.factor * x * s * (1.0 - s)), None
         dy, dx = dy.contiguous(), torch.empty_like(x)
         for given, grad, out in _blocks(x, dy, dx):
             torch.ops.aten.silu_backward.grad_input(grad, given * ctx.factor, grad_input=out)
