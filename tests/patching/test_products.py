@@ -201,7 +201,9 @@ def test_which_products_under_autocast_are_ours(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("vendor", "level", "rows", "largest"),
     [
-        ("GenuineIntel", "avx512", 256, 1 << 19),
+        ("GenuineIntel", "avx512", 2047, 1 << 17),
+        ("GenuineIntel", "avx512", 2048, 1 << 18),
+        ("GenuineIntel", "avx2", 256, 1 << 19),
         ("AuthenticAMD", "avx512", 31, 1 << 19),
         ("AuthenticAMD", "avx512", 32, 1 << 26),
         ("AuthenticAMD", "avx2", 256, 1 << 19),

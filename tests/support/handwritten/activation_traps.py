@@ -383,6 +383,11 @@ def factor_is_negative(y):
 
 
 @trap
+def factor_is_zero(y):
+    return y * torch.sigmoid(0.0 * y)
+
+
+@trap
 def factor_is_learned(y, temperature):
     return y * torch.sigmoid(temperature * y)
 

@@ -131,6 +131,16 @@ def terms_without_images(q, k, v, W):
 
 
 @trap
+def terms_of_keys_alone(q, k, v, W):
+    return _attended(_view(q @ k.mT) + W[:ROWS, :1] + W[0, :COLUMNS], v)
+
+
+@trap
+def terms_of_queries_alone(q, k, v, W):
+    return _attended(_view(q @ k.mT) + _by_rows(q, W)[..., :1, :] + _by_columns(q, W)[..., :1], v)
+
+
+@trap
 def terms_are_multiplied(q, k, v, W):
     return _attended(_view(q @ k.mT) * _by_rows(q, W) + _by_columns(q, W), v)
 

@@ -330,6 +330,10 @@ def _is_channels(dim: Any, x: Any) -> bool:
     return isinstance(dim, int) and fake(x).dim() > 2 and dim in (1, 1 - fake(x).dim())
 
 
+GRID_AXES = 4
+"""h, w, h' and w'."""
+
+
 def _is_flat_grid(flat: Any, grid: Any) -> bool:
     """Whether scores (..., L, S) are those (..., h, w, h', w') of the positions of two images."""
     if not all(isinstance(size, int) for size in (*flat[-2:], *grid[-4:])) or len(flat) < 3:
@@ -344,12 +348,10 @@ def _from_grid(c: Canonical, input: fx.Node) -> Expr | None:
     if found is None or len(found[1]) != 2:
         return None
     scores, terms, via = found
-    sizes = [fake(term).shape if is_tensor(term) else () for term in terms]
-    if not all(len(size) == fake(input).dim() for size in sizes) or fake(terms[0]).dtype is not fake(terms[1]).dtype:
+    if not all(map(is_tensor, terms)) or fake(terms[0]).dtype is not fake(terms[1]).dtype:
         return None
-    if not same_shape([max(pair) for pair in zip(*sizes, strict=True)], fake(input).shape):
-        return None
-    return Expr("add", (scores, Expr("grid", terms)), via)
+    fits = max(fake(term).dim() for term in terms) >= GRID_AXES
+    return Expr("add", (scores, Expr("grid", terms)), via) if fits else None
 
 
 def _terms_of_grid(c: Canonical, value: Any) -> tuple[Any, tuple[Any, ...], tuple[fx.Node, ...]] | None:
