@@ -21,11 +21,17 @@ LEAST = 1e-37
 """The eps of `rms_norm` below which its square root may be 0 in float32."""
 
 
+MIN_ELEMENTS, MIN_ELEMENTS_IN_TRAINING = 1 << 17, 1 << 13
+"""Elements from which reading the lengths first is worth it, in inference and with gradients."""
+
+
 def is_far(x: Tensor, eps: float) -> bool:
     """Whether every row of x is zero, or far longer than eps."""
     if not reads_values(x):
         return False
     lengths = torch.linalg.vector_norm(x.detach(), dim=-1)
+    if not lengths.numel() or float(lengths.amin()) >= FAR * eps:
+        return True
     return not bool(((lengths > 0.0) & (lengths < FAR * eps)).any())
 
 

@@ -25,7 +25,7 @@ from transformer_kernels.ops._pattern import (
     maybe,
     result_dtype,
 )  # fmt: skip
-from transformer_kernels.ops.norm._by_length import LEAST, length_norm
+from transformer_kernels.ops.norm._by_length import LEAST, MIN_ELEMENTS, MIN_ELEMENTS_IN_TRAINING, length_norm
 from transformer_kernels.ops.norm._by_std import std_norm
 from transformer_kernels.ops.norm._channels import channel_norm
 
@@ -187,6 +187,8 @@ def _length_norm(match: Match) -> Replacement | str:
     eps, scale = bound["least"] / by, bound.get("scale", 1.0) / by
     if not x.is_cpu or not isinstance(columns, int) or eps * eps < LEAST * columns:
         return "its lengths are not read on this device, or its eps is too small"
+    if match.is_auto and match.size(*x.shape) < (MIN_ELEMENTS_IN_TRAINING if match.trains else MIN_ELEMENTS):
+        return SMALL
     weight = match.shape(bound.get("weight"))
     if weight is not None:
         if weight.dtype is not x.dtype or weight.dim() > x.dim():
