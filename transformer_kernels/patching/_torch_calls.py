@@ -273,7 +273,7 @@ def attention(
 ) -> Tensor | str:
     if (reason := rejected(query, key, value, optional=[attn_mask])) is not None:
         return reason
-    if (reason := _unlike_ours(query, key, value, enable_gqa)) is not None:
+    if (reason := unlike_ours(query, key, value, enable_gqa)) is not None:
         return reason
     if attn_mask is not None and (is_causal or not _broadcasts(attn_mask, query, key)):
         return "the mask does not broadcast to the scores, or comes with is_causal"
@@ -361,7 +361,7 @@ def flex_attention(
     return flex.flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa, **options)
 
 
-def _unlike_ours(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> str | None:
+def unlike_ours(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> str | None:
     """Why `attention` does not support these shapes and dtypes, or None."""
     if not query.dim() == key.dim() == value.dim() == 4:
         return "query, key and value are not (B, H, L, D)"

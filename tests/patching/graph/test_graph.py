@@ -312,6 +312,19 @@ def test_a_product_and_a_sum_without_gradients():
     assert compiled.report().matched == {"multiply_add": 1}
 
 
+@pytest.mark.parametrize(
+    ("causal", "keys", "direct"), [(True, 8, True), (False, 8, True), (False, 6, True), (True, 6, False)]
+)
+def test_calls_without_a_mask_are_checked_once(causal, keys, direct):
+    def function(q, k):
+        return F.scaled_dot_product_attention(q, k, k, is_causal=causal)
+
+    compiled = tk.compile(function, backend="torch")
+    assert_same(function, compiled, sample(2, 2, 8, 8), sample(2, 2, keys, 8))
+    nodes = compiled.report.__self__._modules[0].graph.nodes
+    assert (tk.attention in [node.target for node in nodes]) is direct
+
+
 def test_second_derivatives_of_quick_gelu():
     x = sample(2, 8)
     assert torch.autograd.gradgradcheck(lambda x: quick_gelu(x, 1.702), x)

@@ -129,16 +129,34 @@ attention = _handled(calls.attention, F.scaled_dot_product_attention)
 autocast_linear = _handled(calls.linear, F.linear)
 
 
+def _needs_no_handler(match: Match, grouped: bool) -> bool:
+    """Whether a call without a mask is our `attention` of the same arguments, whatever their values."""
+    tensors = [match.fake(name) for name in "qkv"]
+    p, causal, scale = (match.bound[name] for name in ("p", "causal", "scale"))
+    known = isinstance(causal, bool) and isinstance(p, float) and (scale is None or isinstance(scale, float))
+    if not known or not _is_static(*tensors) or any(type(x).__name__ != "FakeTensor" for x in tensors):
+        return False
+    q, k, v = tensors
+    if torch.is_autocast_enabled(q.device.type) or (causal and q.shape[2] != k.shape[2]) or 0 in (*q.shape, *k.shape):
+        return False
+    return calls.unlike_ours(q, k, v, grouped) is None
+
+
 def _attention(match: Match) -> Replacement | str:
     bound, q, k, v = match.bound, match.fake("q"), match.fake("k"), match.fake("v")
     if not match.has_kernel(q.dtype, k.dtype, v.dtype) or not q.dim() == k.dim() == v.dim() == 4:
         return "query, key and value are not (B, H, L, D) of a dtype with a kernel"
     names = ("q", "k", "v", "mask", "p", "causal")
     options = {"scale": bound["scale"], "enable_gqa": bound["grouped"] or "groups" in bound}
+    direct = bound["mask"] is None and _needs_no_handler(match, options["enable_gqa"])
     if match.is_auto and q.is_cpu:
         scores = match.size(*q.shape[:3], k.shape[2])
-        if prefers_torch("attention", scores, q.dtype.itemsize, recorded=match.trains):
+        name = "attention" if direct else "attention rerouted"
+        if prefers_torch(name, scores, q.dtype.itemsize, recorded=match.trains):
             return FASTER
+    if direct:
+        options = {"scale": bound["scale"], "dropout_p": bound["p"], "causal": bound["causal"]}
+        return Replacement(ops.attention, tuple(bound[name] for name in "qkv"), options)
     return Replacement(attention, tuple(bound[name] for name in names), options)
 
 

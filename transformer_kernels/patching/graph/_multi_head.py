@@ -44,6 +44,8 @@ def multi_head_attention(
         out: Any = ops.attention(q, k, v, cu_seqlens=bounds, dropout_p=dropout, backend=backend)
     elif need_weights and visible is not None and _hides_rows(visible):
         out = _as_written(q, k, v, visible, dropout)
+    elif visible is None and not (causal and q.shape[2] != k.shape[2]):
+        out = ops.attention(q, k, v, causal=causal, dropout_p=dropout, backend=backend)
     else:
         out = attention(q, k, v, visible, dropout, causal, backend=backend or "auto")
     joined = out.permute(2, 0, 1, 3).reshape(query.shape)
