@@ -244,7 +244,7 @@ def test_the_logits_of_a_loss_are_not_kept():
 
 @compiled_kernels
 def test_conv1d_of_transformers():
-    layer = models.transformers.pytorch_utils.Conv1D(1024, 256)
+    layer = models.transformers.pytorch_utils.Conv1D(512, 256)
     compiled = tk.compile(layer)
     x = torch.randn(2, 1024, 256, generator=torch.Generator().manual_seed(0)).requires_grad_()
     found = []

@@ -41,7 +41,7 @@ ANY = 1 << 62
 LIMITS: dict[tuple[torch.dtype, str, str], tuple[tuple[int, int], ...]] = {
     (torch.float32, "all", ""): ((0, 1 << 19),),
     (torch.float32, "all", "AMD"): ((0, 1 << 19), (32, 1 << 26)),
-    (torch.float32, "all", "Intel"): ((0, 1 << 17), (2048, 1 << 18)),
+    (torch.float32, "all", "Intel"): ((0, 1 << 16), (32, 1 << 17)),
     (torch.bfloat16, "all", ""): ((0, 1 << 19), (512, 1 << 22)),
     (torch.bfloat16, "all", "AMX"): (),
     (torch.bfloat16, "weight gradient", ""): ((0, 1 << 16), (2048, 1 << 19)),

@@ -14,7 +14,7 @@ from transformer_kernels.ops._pattern import FLOATING, HOLE, As, Call, Either, I
 from transformer_kernels.patching.graph._canonical import Canonical, Expr, fake, hint, is_tensor, number
 
 COMMUTATIVE = ("add", "mul")
-DEFERRED = ("permute", "unsqueeze", "not", "mul", "div", "grid")
+DEFERRED = ("permute", "unsqueeze", "not", "mul", "div")
 """Expressions that a replacement may receive: they become nodes again."""
 
 TRANSPARENT = ("id", "cast")
@@ -85,17 +85,10 @@ class Found:
 def shape_of(value: Any) -> Any:
     """The fake tensor of a node, or of a view or a negation of one; None for other expressions."""
     if isinstance(value, Expr):
-        if value.op == "grid":
-            return grid(*map(shape_of, value.args))
         inner = shape_of(value.args[0]) if value.op in DEFERRED else None
         moved = inner is not None and value.op in ("permute", "unsqueeze")
         return getattr(inner, value.op)(value.args[1]) if moved else inner
     return fake(value) if is_tensor(value) else None
-
-
-def grid(first: Any, second: Any) -> Any:
-    """Terms of rows and of columns of images, which broadcast to (..., h, w, h', w'), as one (..., L, S)."""
-    return (first + second).flatten(-4, -3).flatten(-2)
 
 
 class Matcher:

@@ -22,7 +22,7 @@ from transformer_kernels.patching.graph._checkpoint import checkpointed_parts
 from transformer_kernels.patching.graph._constants import DETERMINISTIC, Constants, Stored
 from transformer_kernels.patching.graph._encoder_layer import PATTERNS as ENCODER_LAYERS
 from transformer_kernels.patching.graph._equal import forget_values, merge_equal
-from transformer_kernels.patching.graph._match import TRANSPARENT, Found, Matcher, grid, shape_of
+from transformer_kernels.patching.graph._match import TRANSPARENT, Found, Matcher, shape_of
 from transformer_kernels.patching.graph._multi_head import PATTERNS as MULTI_HEAD
 from transformer_kernels.patching.graph._rules import OVERRIDES, RULES
 from transformer_kernels.patching.graph._unpad import maskings
@@ -340,13 +340,13 @@ def _evaluated(value: Any, values: tuple[Any, ...]) -> Any:
     if isinstance(value, _Slot):
         return values[value.index]
     if isinstance(value, Expr):
-        return _operator(value)(*(_evaluated(argument, values) for argument in value.args))
+        return _operator(value)(_evaluated(value.args[0], values), *value.args[1:])
     return value
 
 
 def _operator(value: Expr) -> Any:
-    """The function of a deferred expression, torch's or our own."""
-    return grid if value.op == "grid" else getattr(torch, {"not": "logical_not"}.get(value.op, value.op))
+    """torch's function of a deferred expression."""
+    return getattr(torch, {"not": "logical_not"}.get(value.op, value.op))
 
 
 def _nodes(value: Any) -> Iterator[fx.Node]:

@@ -315,10 +315,6 @@ def _view(c: Canonical, node: fx.Node, input: Any, *_: Any, **__: Any) -> Expr |
         return None
     if after.dim() == 2 < before.dim() and is_same(before.shape[-1], after.shape[-1]):
         return Expr("rows", (input,))
-    if after.dim() == before.dim() + 2 and _is_flat_grid(before.shape, after.shape):
-        return Expr("to_grid", (input,))
-    if before.dim() == after.dim() + 2 and _is_flat_grid(after.shape, before.shape):
-        return _from_grid(c, input)
     if min(before.dim(), after.dim()) < 3 or not same_shape(before.shape[-2:], after.shape[-2:]):
         return None
     return Expr("id", (input,)) if same_shape(before.shape, after.shape) else Expr("batch_view", (input, node))
@@ -328,42 +324,6 @@ def _is_channels(dim: Any, x: Any) -> bool:
     """Whether an axis is the second one, and another is the last one."""
     dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
     return isinstance(dim, int) and fake(x).dim() > 2 and dim in (1, 1 - fake(x).dim())
-
-
-GRID_AXES = 4
-"""h, w, h' and w'."""
-
-
-def _is_flat_grid(flat: Any, grid: Any) -> bool:
-    """Whether scores (..., L, S) are those (..., h, w, h', w') of the positions of two images."""
-    if not all(isinstance(size, int) for size in (*flat[-2:], *grid[-4:])) or len(flat) < 3:
-        return False
-    queries, keys = grid[-4] * grid[-3], grid[-2] * grid[-1]
-    return same_shape((*grid[:-4], queries, keys), flat)
-
-
-def _from_grid(c: Canonical, input: fx.Node) -> Expr | None:
-    """The scores of positions of images with the terms of their rows and columns, as scores and one term."""
-    found = _terms_of_grid(c, input)
-    if found is None or len(found[1]) != 2:
-        return None
-    scores, terms, via = found
-    if not all(map(is_tensor, terms)) or fake(terms[0]).dtype is not fake(terms[1]).dtype:
-        return None
-    fits = max(fake(term).dim() for term in terms) >= GRID_AXES
-    return Expr("add", (scores, Expr("grid", terms)), via) if fits else None
-
-
-def _terms_of_grid(c: Canonical, value: Any) -> tuple[Any, tuple[Any, ...], tuple[fx.Node, ...]] | None:
-    """Scores whose view a sum starts from, the terms, and the nodes of the sum."""
-    expression = c.of(value)
-    if expression.op == "to_grid":
-        return expression.args[0], (), (value, *expression.via)
-    if expression.op == "add":
-        for stream, term in (expression.args, expression.args[::-1]):
-            if (found := _terms_of_grid(c, stream)) is not None:
-                return found[0], (*found[1], term), (*found[2], value, *expression.via)
-    return None
 
 
 def _mean(c: Canonical, node: fx.Node, input: Any, dim: Any = None, keepdim: Any = False, dtype: Any = None) -> Any:
