@@ -638,6 +638,21 @@ def test_windows_with_masks_of_their_own(fill):
     assert set(compiled.report().matched) == {"attention"}
 
 
+@pytest.mark.parametrize(
+    ("batch", "trained", "matched"), ((2, True, {}), (2, False, {"attention": 1}), (1, True, {"attention": 1}))
+)
+def test_a_bias_of_each_score_is_left_alone_in_training(batch, trained, matched):
+    """PyTorch's operators are faster for its gradient, which is as large as the scores; not for one that is shared."""
+
+    def attention(x, bias):
+        return (x @ x.mT * 0.5 + bias).softmax(-1) @ x
+
+    compiled = tk.compile(attention, fullgraph=True)
+    x, bias = (sample(*shape, dtype=torch.float32) for shape in ((2, 4, 192, 64), (batch, 4, 192, 192)))
+    compiled(x.requires_grad_(trained), bias.requires_grad_(trained))
+    assert compiled.report().matched == matched
+
+
 @pytest.mark.parametrize(("channels", "tokens"), ((48, 192), (192, 192)))
 def test_channels_that_attend_to_channels_are_left_alone(channels, tokens):
     def attention(x):

@@ -46,10 +46,6 @@ LOG_OF_SMALLEST = -104.0
 MIN_DENSE = 1 << 14
 """Elements from which a bool mask without a structure is made a bias once, and not in each call."""
 
-
-MIN_KEYS = 256
-"""Keys from which a bias of each score is worth its gradient."""
-
 MAX_WIDTH = 128
 """Maximum head dimension where it exceeds the number of keys: there the scores are smaller than the queries."""
 
@@ -338,8 +334,8 @@ def _replace(match: Match) -> Replacement | str:
         return "heads are repeated in windows"
     if windows is not None and match.is_auto and match.trains:
         return "PyTorch's operators are faster for windows with masks of their own and gradients"
-    if match.is_auto and match.trains and match.size(kt.shape[-1]) < MIN_KEYS and _is_full(match, masks):
-        return "PyTorch's operators are faster for few keys with a bias of each score and gradients"
+    if match.is_auto and match.trains and q.is_cpu and _is_full(match, masks):
+        return "PyTorch's operators are faster for a bias of each score and its gradient"
     fill = max((step.number for step in steps if step.kind == "fill"), default=-math.inf)
     if fill > LARGE and any(step.kind == "bias" for step in steps):
         return f"scores are filled with {fill} beside a bias"
