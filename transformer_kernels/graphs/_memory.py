@@ -176,8 +176,10 @@ def change(values: Sequence[Tensor]) -> None:
     process = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     generator = torch.Generator().manual_seed(process)
     for value in values:
-        if value.dtype in FLOATS and is_mask(value):
+        if value.dtype not in FLOATS:
+            continue
+        if is_mask(value):
             value.mul_(0.75)
-        elif value.dtype in FLOATS:
+        else:
             factor = torch.empty_like(value).uniform_(0.5, 1.0, generator=generator)
             value.copy_(torch.where(value == 0, factor / 128, value * factor))

@@ -86,7 +86,7 @@ inline __attribute__((noinline)) void strip(const float* a, Strides stride, cons
                                             int64_t c_row, int64_t M, int64_t K, Fetches* fetches) {
   constexpr int ROWS = N == 1 ? 16 : N == 4 ? 6 : TILE_ROWS;
   int64_t m = 0;
-  for (; m + ROWS <= M && (ROWS != 6 || M - m != 8); m += ROWS) {  // 8 rows are two tiles of 4, not 6 and two of 1
+  for (; m + ROWS <= M && (ROWS != 6 || M - m != 8); m += ROWS) {  // 8 rows are two tiles of 4, not of 6 and 2
     if (fetches) fetches->some(Fetches::LINES_OF_A_TILE);
     micro_tile<ROWS, N, ADD>(a + m * stride.row, stride, b, b_row, c + m * c_row, c_row, K);
   }

@@ -19,8 +19,6 @@ FAR = 1e6
 """From this multiple of eps on, the length of a row is sqrt(|x|^2 + eps^2) to the last bit of float32."""
 LEAST = 1e-37
 """The eps of `rms_norm` below which its square root may be 0 in float32."""
-
-
 MIN_ELEMENTS, MIN_ELEMENTS_IN_TRAINING = 1 << 17, 1 << 13
 """Elements from which reading the lengths first is worth it, in inference and with gradients."""
 
@@ -52,10 +50,11 @@ def length_norm(
     if not is_far(x, eps):
         y = F.normalize(x, dim=-1, eps=eps) * scale
         return y if weight is None else y * weight
-    inside = weight is not None and (weight.numel() == 1 or weight.dim() == 1)
-    gain = weight.reshape(-1).expand(columns) if inside and weight is not None else ones
+    gain = ones
+    if weight is not None and (weight.numel() == 1 or weight.dim() == 1):
+        gain, weight = weight.reshape(-1).expand(columns), None
     factor = scale / math.sqrt(columns)
     if factor != 1.0:
         gain = gain * factor
     y = rms_norm(x, gain, eps=eps * eps / columns, backend=backend)
-    return y if inside or weight is None else y * weight
+    return y if weight is None else y * weight

@@ -26,8 +26,9 @@ def channel_norm(
     rows = x.movedim(1, -1)
     gain = x.new_ones(x.shape[1]) if weight is None else weight.flatten()
     shift = None if bias is None else bias.flatten()
-    y = torch.layer_norm(rows, gain.shape, gain, shift, eps) if native else layer_norm(
-        rows, gain, shift, eps=eps, backend=backend
-    )  # fmt: skip
+    if native:
+        y = torch.layer_norm(rows, gain.shape, gain, shift, eps)
+    else:
+        y = layer_norm(rows, gain, shift, eps=eps, backend=backend)
     y = y.movedim(-1, 1)
     return y if y.stride() == x.stride() else torch.empty_like(x).copy_(y)

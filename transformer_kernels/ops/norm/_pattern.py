@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -150,14 +151,13 @@ def _layer_norm(match: Match) -> Replacement | str:
     return Replacement(torch.layer_norm, (x, [_columns(match)], weight, bias, eps), {}, expression)
 
 
-def _scaled(replace: Any) -> Any:
+def _scaled(replace: Callable[[Match], Replacement | str]) -> Callable[[Match], Replacement | str]:
     """A norm without parameters, whose result is scaled afterwards."""
 
     def scaled(match: Match) -> Replacement | str:
         if match.bound["own"] is not None or match.bound.get("own_bias") is not None:
             return "it has parameters of its own"
-        replacement: Replacement | str = replace(match)
-        return replacement
+        return replace(match)
 
     return scaled
 

@@ -132,11 +132,9 @@ def _replace(whole: bool, interleaved: bool, sign: float = 1.0) -> Any:
             return "its dtype is narrower than the input's, or its table has a gradient"
         if str(cos.shape[-1] * (1 if whole else 2)) != str(x.shape[-1]):
             return "its table does not have the columns of the input"
-        axis = _axis(x, cos)
-        if axis is None:
-            return "its table does not broadcast over heads alone"
-        if match.is_auto and match.size(*x.shape) < MIN_ELEMENTS // (2 if match.trains else 1):
-            return SMALL
+        axis = _axis_or_reason(match, x, cos)
+        if isinstance(axis, str):
+            return axis
         rotate = Rotate(axis, interleaved, whole, sign, match.dtype)
         tables = Prepared(Tables(axis, whole, interleaved, sign), (bound["cos"], bound["sin"]))
         return Replacement(rotate, (bound["x"], bound["cos"], bound["sin"], tables))
@@ -151,15 +149,22 @@ def _by_phase(interleaved: bool) -> Any:
             return "its input is not (B, H, L, D) of a dtype with a kernel, or its table has a gradient"
         if not phase.is_complex() or str(phase.shape[-1] * 2) != str(x.shape[-1]):
             return "its table does not have the columns of the input"
-        axis = _axis(x, phase)
-        if axis is None:
-            return "its table does not broadcast over heads alone"
-        if match.is_auto and match.size(*x.shape) < MIN_ELEMENTS // (2 if match.trains else 1):
-            return SMALL
+        axis = _axis_or_reason(match, x, phase)
+        if isinstance(axis, str):
+            return axis
         values = (match.bound["x"], None, None, Prepared(Phases(axis), (match.bound["phase"],)))
         return Replacement(Rotate(axis, interleaved, False, 1.0, match.dtype), values)
 
     return replace
+
+
+def _axis_or_reason(match: Match, x: Any, table: Any) -> int | str:
+    """The axis of positions in x, or why it is left to PyTorch."""
+    axis = _axis(x, table)
+    if axis is None:
+        return "its table does not broadcast over heads alone"
+    is_small = match.is_auto and match.size(*x.shape) < MIN_ELEMENTS // (2 if match.trains else 1)
+    return SMALL if is_small else axis
 
 
 def _axis(x: Any, table: Any) -> int | None:

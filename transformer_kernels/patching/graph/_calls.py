@@ -21,6 +21,7 @@ from transformer_kernels.ops.attention._pattern import grouped
 from transformer_kernels.ops.linear._cpu import multiplies
 from transformer_kernels.patching import _torch_calls as calls
 from transformer_kernels.patching._products import MIN_PRODUCTS, by_columns, faster_linear
+from transformer_kernels.patching.graph._canonical import is_plain
 
 X = Input("x")
 LINEAR = Call("linear", X, Input("weight"), Option("bias"))
@@ -134,7 +135,7 @@ def _needs_no_handler(match: Match, grouped: bool) -> bool:
     tensors = [match.fake(name) for name in "qkv"]
     p, causal, scale = (match.bound[name] for name in ("p", "causal", "scale"))
     known = isinstance(causal, bool) and isinstance(p, float) and (scale is None or isinstance(scale, float))
-    if not known or not _is_static(*tensors) or any(type(x).__name__ != "FakeTensor" for x in tensors):
+    if not known or not _is_static(*tensors) or not all(map(is_plain, tensors)):
         return False
     q, k, v = tensors
     if torch.is_autocast_enabled(q.device.type) or (causal and q.shape[2] != k.shape[2]) or 0 in (*q.shape, *k.shape):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
+from torch._subclasses import FakeTensor
 
 from transformer_kernels.ops._pattern import Expr
 
@@ -80,6 +81,11 @@ def _is_value(value: Any) -> bool:
 def fake(value: Any) -> Any:
     """Dynamo's example value of a node: a fake tensor or a symbolic number."""
     return value.meta.get("example_value") if isinstance(value, fx.Node) else value
+
+
+def is_plain(value: Any) -> bool:
+    """Whether an example value is a tensor of no subclass."""
+    return type(value) is FakeTensor
 
 
 def is_tensor(value: Any) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from transformer_kernels.ops._plan import dispatch_modes
-from transformer_kernels.patching.graph._canonical import fake, name_of
+from transformer_kernels.patching.graph._canonical import fake, is_plain, name_of
 from transformer_kernels.patching.graph._writes import Writes
 
 CREATED = """
@@ -104,7 +104,7 @@ def _is_stored(node: fx.Node) -> bool:
     """Whether an input is a tensor of a module, neither trained nor part of the batch."""
     value = fake(node)
     argument = node.meta.get("grapharg")
-    if value.requires_grad or argument is None or type(value).__name__ != "FakeTensor":
+    if value.requires_grad or argument is None or not is_plain(value):
         return False
     return "NNModule" in repr(getattr(argument, "source", ""))
 

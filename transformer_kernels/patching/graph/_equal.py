@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from transformer_kernels.patching.graph._canonical import fake, is_tensor, name_of
+from transformer_kernels.patching.graph._canonical import fake, is_plain, is_tensor, name_of
 from transformer_kernels.patching.graph._constants import DETERMINISTIC
 from transformer_kernels.patching.graph._writes import Writes
 
@@ -17,7 +17,7 @@ def forget_values(graph: fx.Graph) -> None:
     for node in graph.nodes:
         like = node.args[-1] if node.args else None
         value = fake(node)
-        if not is_tensor(like) or type(value).__name__ != "FakeTensor" or node.kwargs:  # of no subclass
+        if not is_tensor(like) or not is_plain(value) or node.kwargs:
             continue
         name, sizes = name_of(node), tuple(value.shape)
         if name in ("type_as", "to") and len(node.args) == 2 and fake(node.args[0]).device == value.device:

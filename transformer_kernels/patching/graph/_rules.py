@@ -27,8 +27,13 @@ from transformer_kernels.patching.graph._canonical import (
 from transformer_kernels.patching.graph._encoder_layer import PARAMETERS as ENCODER_LAYER
 
 
+def _one(dim: Any) -> Any:
+    """The axis of a list of one."""
+    return dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+
+
 def _last(dim: Any, x: Any) -> bool:
-    dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+    dim = _one(dim)
     return isinstance(dim, int) and dim in (-1, fake(x).dim() - 1)
 
 
@@ -322,7 +327,7 @@ def _view(c: Canonical, node: fx.Node, input: Any, *_: Any, **__: Any) -> Expr |
 
 def _is_channels(dim: Any, x: Any) -> bool:
     """Whether an axis is the second one, and another is the last one."""
-    dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+    dim = _one(dim)
     return isinstance(dim, int) and fake(x).dim() > 2 and dim in (1, 1 - fake(x).dim())
 
 
