@@ -172,7 +172,7 @@ def is_mask(value: Tensor) -> bool:
 
 
 def change(values: Sequence[Tensor]) -> None:
-    """Change floating-point values, in each process differently, so that signs, upper bounds and masks remain."""
+    """Perturb floating-point values, in each process differently; signs, upper bounds and masks' structure stay."""
     process = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     generator = torch.Generator().manual_seed(process)
     for value in values:

@@ -403,7 +403,7 @@ class Certificate:
 
 
 def _compare_seed(seed: Tensor, drawn: list[Tensor]) -> list[Checked]:
-    """Whether the seed of a replay is an old one, although random numbers have been drawn since."""
+    """A finding if a replay has the seed of the sample before, although random numbers have been drawn since."""
     before, drawn[:] = drawn[:], [seed.clone(), torch.get_rng_state()]
     if before and torch.equal(before[0], seed) and not torch.equal(before[1], drawn[1]):
         return [Checked("seed, which is that of an earlier step,", NO_ERRORS, torch.inf)]

@@ -1,4 +1,4 @@
-"""Weights, gradients and optimizers' state, of which a bit changes without a write, and what replays read."""
+"""Finds bits of weights, gradients and optimizer state that change without a write, and stale replays."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 PART = 1 << 15
 """Maximum number of elements that are compared of a tensor, unless all are."""
 MAX_BITS = 2
-"""Maximum number of changed bits that are a fault of memory. Programs write through `weight.data`, which leaves the
-version of a tensor as it is, but changes more bits."""
+"""Maximum number of changed bits that is reported. More are taken as a program's write through `weight.data`, which
+does not change the version of a tensor."""
 MIN_GRADIENT = 16
-"""Elements of a gradient below which scaling it may change as few bits."""
+"""Minimum number of elements of a compared gradient: scaling a smaller one may change as few bits."""
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integers of as many bytes."""
 
@@ -40,7 +40,7 @@ class Copy(NamedTuple):
         return self.x._version == self.version and 0 < changed_bits(self.x, self.before) <= MAX_BITS
 
     def is_clamped(self) -> bool:
-        """Whether values were beyond the present ones, which a program may have clamped through `.data`."""
+        """Whether the copy has values outside of the present range, as after a clamp through `.data`."""
         if not self.x.is_floating_point():
             return False
         smallest, largest = self.x.aminmax()
@@ -116,7 +116,7 @@ class BetweenSteps:
             self._gradients.append((where, Copy.of(self._part(gradient))))
 
     def forget_gradients(self) -> None:
-        """No step of an optimizer has followed."""
+        """Discard the copies: no optimizer step has followed."""
         self._gradients.clear()
 
     def _timed(self, function: Callable[..., None], *arguments: Any) -> None:

@@ -71,7 +71,7 @@ class Observed(NamedTuple):
                 yield f"sum of {field}" if ahead else field, tensor, ahead
 
     def of_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """The gradients that sum over rows."""
+        """The gradients of parameters, which are sums over rows."""
         if self.grads is not None:
             for name, gradient, _ in self.named():
                 if name.removeprefix("gradient of ") not in ROWS:
@@ -229,7 +229,7 @@ def check(observed: Observed) -> list[Checked]:
 
 
 def _of_terms(name: str, exact: dict[str, Tensor]) -> float | None:
-    """The size of the terms of a norm's mean, which may be their difference; None for other outputs."""
+    """The magnitude of the terms of a norm's mean, which may cancel; None for other outputs."""
     rstd = exact.get("rstd for backward")
     if name != "mean for backward" or rstd is None:
         return None

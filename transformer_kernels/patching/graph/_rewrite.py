@@ -219,7 +219,7 @@ class Rewriter:
         self.outcome.left.pop((pattern.operation, root.name), None)
 
     def _moves(self, replacement: Replacement, place: fx.Node) -> bool:
-        """Move what the arguments are computed by before `place`, if that does not depend on it."""
+        """Move the nodes that compute the arguments before `place`; False if they depend on it or may not move."""
         order = {node: index for index, node in enumerate(self.graph.nodes)}
         late: dict[fx.Node, None] = {}
 

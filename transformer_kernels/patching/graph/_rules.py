@@ -28,7 +28,7 @@ from transformer_kernels.patching.graph._encoder_layer import PARAMETERS as ENCO
 
 
 def _one(dim: Any) -> Any:
-    """The axis of a list of one."""
+    """An axis that may be given as a list of one."""
     return dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
 
 
@@ -326,7 +326,7 @@ def _view(c: Canonical, node: fx.Node, input: Any, *_: Any, **__: Any) -> Expr |
 
 
 def _is_channels(dim: Any, x: Any) -> bool:
-    """Whether an axis is the second one, and another is the last one."""
+    """Whether an axis is the second of at least three."""
     dim = _one(dim)
     return isinstance(dim, int) and fake(x).dim() > 2 and dim in (1, 1 - fake(x).dim())
 
@@ -477,7 +477,7 @@ def _both_halves(c: Canonical, tensors: Any) -> tuple[Any, tuple[fx.Node, ...]] 
 
 
 JOINED = {"stack_last": "pairs", "as_real": "real_pairs", "real_columns": "real_halves"}
-"""The last two axes as one."""
+"""The operation whose last two axes are flattened, and the result."""
 
 
 def _flatten(c: Canonical, node: fx.Node, input: Any, *_: Any, **__: Any) -> Expr | None:

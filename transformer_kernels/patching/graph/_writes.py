@@ -1,9 +1,9 @@
 """In-place operators of a graph: made functional if the graph owns the memory, so that patterns match values.
 
-Dynamo's fake tensors share storage exactly as the real ones will. A tensor in memory that the graph allocates, which is
-read under no other name after it is written to, is a variable: the write makes its next value, and later readers read
-that one. Other writes (to inputs, to a part that is read as a whole) stay as they are, and no match contains a value of
-such a storage.
+Dynamo's fake tensors share storage exactly as the real ones will. A tensor in memory that the graph allocates, of which
+no other alias is read after a write, is a variable: the write makes its next value, and later readers read that one.
+Other writes (to inputs, to a part that is read as a whole) stay as they are, and no match contains a value of such a
+storage.
 """
 
 from __future__ import annotations
