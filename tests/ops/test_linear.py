@@ -117,6 +117,21 @@ def test_a_weight_gradient_of_more_rows_than_a_task_owns(backend, device):
     check_parity("linear", backend, make(101, 4 * 1008 + 11, 70, torch.float32, device))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def test_a_weight_of_more_elements_than_are_packed_at_a_time(backend, dtype, device, monkeypatch):
+    """1 << 20 floats: y is computed in parts of its columns, dx in parts of its sums. The bits of y do not change."""
+    if backend != "cpu":
+        pytest.skip("PyTorch's products are not tested here")
+    linear_cpu = import_module("transformer_kernels.ops.linear._cpu")
+    monkeypatch.setattr(linear_cpu, "LIMITS", {(dtype, "all", ""): ((0, 1 << 23),)})
+    tensors = make(97, 4001, 301, dtype, device)  # two parts of each
+    check_parity("linear", backend, tensors, {"activation": "gelu"})
+    y = tk.linear(**tensors, activation="gelu", backend=backend)
+    for few in (slice(0, 2000), slice(2001, None)):
+        part = tk.linear(tensors["x"], tensors["weight"][few], tensors["bias"][few], activation="gelu", backend=backend)
+        assert torch.equal(part, y[:, few])
+
+
 @pytest.mark.parametrize("rows", [1, 3, 300])
 def test_a_transposed_weight_is_read_in_place(backend, dtype, device, rows):
     """In float32 without an activation; of as many elements as small batches read in streams where they are rows."""

@@ -6,6 +6,8 @@ are addresses, and PyTorch's operators, which write to the memory of the recordi
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -113,7 +115,9 @@ class HostGraphs:
                 does not reproduce it. Its writes are undone.
         """
         with _drawing, keep_gathered_weights():
-            return self._capture(work, inputs)
+            replay = self._capture(work, inputs)
+        _return_freed_memory()
+        return replay
 
     def _capture(self, work: Work, inputs: Sequence[Tensor]) -> Work:
         validated = False
@@ -572,6 +576,14 @@ class _Exits(TorchFunctionMode):
         if name in ("lstm", "gru", "rnn_tanh", "rnn_relu") and getattr(given[0], "dtype", None) is not torch.int64:
             return False
         return not self._fixed.issuperset(map(address, tensors(given)))
+
+
+def _return_freed_memory() -> None:
+    """Return memory to the system that was freed between storages that stay: a capture copies the state of a step."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+        if trim is not None:
+            trim(0)
 
 
 def _recorded_kernels(calls: list[Any]) -> AbstractContextManager[None]:

@@ -17,6 +17,8 @@ constexpr int64_t ROWS_OF_BLOCK = 48;  // rows of the left operand that are mult
 // MKL's at K = 1024.
 // A panel with this many steps stays in the first-level cache, or, with wide registers, in the second.
 constexpr int64_t MAX_SUM = FUSES ? 256 : 32;
+// Floats of a weight that are packed at a time: they stay in a cache while all rows are multiplied with them.
+constexpr int64_t MAX_PACKED = 1 << 20;
 constexpr int64_t DEPTH_STEPS = 96;  // steps of x and dz whose products one tile of a weight gradient adds up
 constexpr int64_t PAIRED_COLUMNS = 32;  // a multiple of which is packed of the left operand of a weight gradient
 constexpr int LINES_AHEAD = 4;  // of each operand of a weight gradient, fetched each 16 steps
@@ -174,32 +176,33 @@ template <class L> struct Rows {
   const L* data;
   int64_t pitch;
 };
-template <class L, class T> Rows<L> readable(const T* rows, int64_t count, int64_t depth) {
-  const bool crowded = WIDTH < 16 && depth * static_cast<int64_t>(sizeof(L)) % 2048 == 0;
+template <class L, class T> Rows<L> readable(Rows<T> rows, int64_t count, int64_t depth) {
+  const bool crowded = WIDTH < 16 && rows.pitch * static_cast<int64_t>(sizeof(L)) % 2048 == 0;
   const int64_t pitch = steps_of<L>(depth) * PER_STEP<L> + (crowded ? LINE : 0);
   if constexpr (sizeof(L) == sizeof(T))
-    if (pitch == depth) return {rows, depth};
+    if (pitch == depth) return rows;
   L* copy = scratch<L>(LEFT, ROWS_OF_BLOCK * pitch);
   for (int64_t r = 0; r < count; ++r) {
     if (pitch > depth) memset(copy + r * pitch + depth, 0, sizeof(L));
     over_columns(depth, [&](int64_t j, auto lanes, int) TK_LAMBDA {
-      store(copy + r * pitch + j, load(rows + r * depth + j, lanes), lanes);
+      store(copy + r * pitch + j, load(rows.data + r * rows.pitch + j, lanes), lanes);
     });
   }
   return {copy, pitch};
 }
 
 // z (rows, N) = left (rows, depth) panels + added, or its sum with the residual; then finish(Columns) after each panel.
+// Without `added` z grows by the product. The row stride of z is `pitch`.
 template <class T, class F>
-void multiply(const T* left, int64_t rows, int64_t depth, const float* panels, int64_t N, const float* added, bool relu,
-              T* z, const Residual& residual, const F& finish) {
+void multiply(Rows<T> left, int64_t rows, int64_t depth, const float* panels, int64_t N, const float* added, bool relu,
+              T* z, int64_t pitch, const Residual& residual, const F& finish) {
   using L = typename Multiplied<T>::type;
   constexpr bool WIDENED = sizeof(L) != sizeof(T);
   const Rows<L> operand = readable<L>(left, rows, depth);
   const int64_t steps = steps_of<L>(depth), longest = sizeof(L) == 2 ? steps : MAX_SUM;
   L* wide = WIDENED ? scratch<L>(RESULT, ROWS_OF_BLOCK * PANEL) : nullptr;
   for (int64_t n = 0; n < N; n += PANEL) {
-    const Columns<T> part{z + n, N, smaller(PANEL, N - n)};
+    const Columns<T> part{z + n, pitch, smaller(PANEL, N - n)};
     Columns<L> sums;
     if constexpr (WIDENED) sums = {wide, PANEL, part.count};
     else sums = part;
@@ -209,15 +212,15 @@ void multiply(const T* left, int64_t rows, int64_t depth, const float* panels, i
         const float* panel = panels + n * steps + k * PANEL;
         const bool ends = k + some == steps;
         if (ends && !WIDENED) sums.residual = residual.at(n);
-        strip<decltype(registers)::value>(operand.data + k, operand.pitch, rows, some, panel, k ? nullptr : added + n,
-                                          relu && ends, sums);
+        strip<decltype(registers)::value>(operand.data + k, operand.pitch, rows, some, panel,
+                                          k || !added ? nullptr : added + n, relu && ends, sums);
       }
     });
     if constexpr (WIDENED)
       for (int64_t r = 0; r < rows; ++r)
         over_columns(part.count, [&](int64_t j, auto lanes, int) TK_LAMBDA {
           const Floats value = load(wide + r * PANEL + j, lanes);
-          const int64_t index = r * N + n + j;
+          const int64_t index = r * pitch + n + j;
           if (residual.sum) residual.template put<T>(index, value, lanes);
           else store(z + index, value, lanes);
         });
@@ -243,20 +246,26 @@ template <class T, class W>
 void forward(const T* x, const W* weight, const float* bias, T* y, T* before, int64_t M, int64_t N, int64_t K,
              int64_t activation) {
   using L = typename Multiplied<T>::type;
-  const int64_t count = panels_of(N), size = PANEL * steps_of<L>(K);
-  float* panels = scratch<float>(PANELS, count * size);
-  parallel_for(count, size,
-               [&](int64_t begin, int64_t end) { pack_transposed(L{}, weight, N, K, begin, end, panels); });
+  const int64_t size = PANEL * steps_of<L>(K), most = larger(1, MAX_PACKED / size), total = panels_of(N);
   const float* added = widened_bias(bias, N);
-  over_row_blocks(M, N * K / 4, [&](int64_t row, int64_t rows) {
-    T *z = (before ? before : y) + row * N, *result = y + row * N;
-    multiply(x + row * K, rows, K, panels, N, added, activation == RELU, z, {}, [&](int64_t n, Columns<T> sums) {
-      for (int64_t r = 0; r < rows && before; ++r)
-        over_columns(sums.count, [&](int64_t j, auto lanes, int) TK_LAMBDA {
-          store(result + r * N + n + j, activated(load(sums.to + r * N + j, lanes), activation), lanes);
-        });
+  for (int64_t first = 0; first < total; first += most) {
+    const int64_t count = smaller(most, total - first), column = first * PANEL;
+    float* panels = scratch<float>(PANELS, count * size);
+    parallel_for(count, size, [&](int64_t begin, int64_t end) {
+      pack_transposed(L{}, weight + column * K, N - column, K, begin, end, panels);
     });
-  });
+    const int64_t columns = smaller(count * PANEL, N - column);
+    over_row_blocks(M, columns * K / 4, [&](int64_t row, int64_t rows) {
+      T *z = (before ? before : y) + row * N + column, *result = y + row * N + column;
+      multiply(Rows<T>{x + row * K, K}, rows, K, panels, columns, added + column, activation == RELU, z, N, {},
+               [&](int64_t n, Columns<T> sums) {
+        for (int64_t r = 0; r < rows && before; ++r)
+          over_columns(sums.count, [&](int64_t j, auto lanes, int) TK_LAMBDA {
+            store(result + r * N + n + j, activated(load(sums.to + r * N + j, lanes), activation), lanes);
+          });
+      });
+    });
+  }
 }
 
 // With a residual's gradient dx goes into no memory of its own: only their sum is written.
@@ -264,26 +273,34 @@ template <class T, class W>
 void backward_data(const T* dy, const T* saved, const W* weight, T* dz, T* dx, const Residual& residual, int64_t M,
                    int64_t N, int64_t K, int64_t activation) {
   using L = typename Multiplied<T>::type;
-  const int64_t count = panels_of(K), size = PANEL * steps_of<L>(N);
+  const int64_t count = panels_of(K);
   const bool multiplies = dx || residual.sum;
-  float* panels = scratch<float>(PANELS, count * size);
-  parallel_for(multiplies ? count : 0, size, [&](int64_t begin, int64_t end) {
-    for (int64_t p = begin; p < end; ++p) pack_panel(L{}, weight, N, K, p, panels + p * size);
-  });
+  // Of depth N, in parts between which dx keeps float32 sums.
+  const bool in_parts = dx && sizeof(T) == sizeof(float);
+  const int64_t most = in_parts ? larger(1, MAX_PACKED / (count * PANEL * MAX_SUM)) * MAX_SUM : N;
   const float* added = widened_bias(nullptr, K);
-  over_row_blocks(M, (multiplies ? N * K : 8 * N) / 4, [&](int64_t row, int64_t rows) {
-    if (dz)
-      by_activation(activation, [&](auto kind) TK_LAMBDA {
-        over_columns(rows * N, [&, first = row * N](int64_t j, auto lanes, int) TK_LAMBDA {
-          const int64_t i = first + j;
-          store(dz + i, load(dy + i, lanes) * slope(load(saved + i, lanes), decltype(kind)::value), lanes);
+  for (int64_t from = 0; from < N; from += most) {
+    const int64_t depth = smaller(most, N - from), size = PANEL * steps_of<L>(depth);
+    float* panels = multiplies ? scratch<float>(PANELS, count * size) : nullptr;
+    parallel_for(multiplies ? count : 0, size, [&](int64_t begin, int64_t end) {
+      for (int64_t p = begin; p < end; ++p) pack_panel(L{}, weight + from * K, depth, K, p, panels + p * size);
+    });
+    over_row_blocks(M, (multiplies ? depth * K : 8 * N) / 4, [&](int64_t row, int64_t rows) {
+      if (dz && from == 0)
+        by_activation(activation, [&](auto kind) TK_LAMBDA {
+          over_columns(rows * N, [&, first = row * N](int64_t j, auto lanes, int) TK_LAMBDA {
+            const int64_t i = first + j;
+            store(dz + i, load(dy + i, lanes) * slope(load(saved + i, lanes), decltype(kind)::value), lanes);
+          });
         });
-      });
+      if (!multiplies) return;
+      const Residual last = from + depth == N ? residual.at(row * K) : Residual{};
+      T* product = dx ? dx + row * K : scratch<T>(PRODUCT, ROWS_OF_BLOCK * K);
+      multiply(Rows<T>{(dz ? dz : dy) + row * N + from, N}, rows, depth, panels, K, from ? nullptr : added, false,
+               product, K, last, [](int64_t, Columns<T>) {});
+    });
     if (!multiplies) return;
-    T* product = dx ? dx + row * K : scratch<T>(PRODUCT, ROWS_OF_BLOCK * K);
-    multiply((dz ? dz : dy) + row * N, rows, N, panels, K, added, false, product, residual.at(row * K),
-             [](int64_t, Columns<T>) {});
-  });
+  }
 }
 
 // A task owns some rows of one panel of dweight and adds up the rows of x in steps. Rows of 32 bits are read in place by
