@@ -19,6 +19,9 @@ constexpr int64_t ROWS_OF_BLOCK = 48;  // rows of the left operand that are mult
 constexpr int64_t MAX_SUM = FUSES ? 256 : 32;
 // Floats of a weight that are packed at a time: they stay in a cache while all rows are multiplied with them.
 constexpr int64_t MAX_PACKED = 1 << 20;
+// Rows of x for which it is packed instead of the weight, and those for which a weight of so many elements is too large to
+// stay in a cache.
+constexpr int64_t FEW_ROWS = 64, MORE_ROWS = 256, LARGE_WEIGHT = 1 << 17;
 constexpr int64_t DEPTH_STEPS = 96;  // steps of x and dz whose products one tile of a weight gradient adds up
 constexpr int64_t PAIRED_COLUMNS = 32;  // a multiple of which is packed of the left operand of a weight gradient
 constexpr int LINES_AHEAD = 4;  // of each operand of a weight gradient, fetched each 16 steps
@@ -268,6 +271,35 @@ void forward(const T* x, const W* weight, const float* bias, T* y, T* before, in
   }
 }
 
+// The same for few rows, whose weight would take as long to pack as to multiply: x is packed instead, and the weight read
+// in place, once. y^T (N, M) is computed in blocks that are transposed; the sums are added up in the same order.
+void forward_of_few_rows(const float* x, const float* weight, const float* bias, float* y, float* before, int64_t M,
+                         int64_t N, int64_t K, int64_t activation) {
+  const int64_t count = panels_of(M), size = PANEL * K, pitch = count * PANEL;
+  float* panels = scratch<float>(PANELS, count * size);
+  parallel_for(count, size, [&](int64_t begin, int64_t end) { pack_transposed(0.f, x, M, K, begin, end, panels); });
+  over_row_blocks(N, M * K / 4, [&](int64_t row, int64_t rows) {
+    float* block = scratch<float>(RESULT, ROWS_OF_BLOCK * pitch);
+    for (int64_t r = 0; r < aligned(rows, WIDTH); ++r)
+      for (int64_t m = 0; m < pitch; m += WIDTH)
+        store(block + r * pitch + m, splat(bias && r < rows ? bias[row + r] : 0.f));
+    multiply(Rows<float>{weight + row * K, K}, rows, K, panels, M, nullptr, false, block, pitch, {},
+             [](int64_t, Columns<float>) {});
+    alignas(64) float square[WIDTH * WIDTH];
+    for (int64_t m = 0; m < M; m += WIDTH)
+      for (int64_t n = 0; n < rows; n += WIDTH) {
+        transpose_square(block + n * pitch + m, pitch, 1.f, square, WIDTH);
+        const Part lanes{static_cast<int>(smaller(WIDTH, rows - n))};
+        for (int64_t i = 0; i < smaller(WIDTH, M - m); ++i) {
+          const int64_t to = (m + i) * N + row + n;
+          const Floats sum = load(square + i * WIDTH);
+          if (before) store(before + to, sum, lanes);
+          store(y + to, activated(sum, activation), lanes);
+        }
+      }
+  });
+}
+
 // With a residual's gradient dx goes into no memory of its own: only their sum is written.
 template <class T, class W>
 void backward_data(const T* dy, const T* saved, const W* weight, T* dz, T* dx, const Residual& residual, int64_t M,
@@ -382,8 +414,15 @@ template <class F> void by_types(int64_t dtype, bool weight_is_float32, const F&
 void linear_forward(const LinearForward& call) {
   by_types(call.dtype, call.weight_is_float32, [&](auto type, auto weight_type) {
     using T = decltype(type);
-    forward(at<const T>(call.x), at<const decltype(weight_type)>(call.weight), at<const float>(call.bias),
-            at<T>(call.y), at<T>(call.before), call.M, call.N, call.K, call.activation);
+    using W = decltype(weight_type);
+    const T* x = at<const T>(call.x);
+    const W* weight = at<const W>(call.weight);
+    const float* bias = at<const float>(call.bias);
+    T *y = at<T>(call.y), *before = at<T>(call.before);
+    if constexpr (sizeof(T) == sizeof(float))
+      if (call.M <= (call.N * call.K < LARGE_WEIGHT ? FEW_ROWS : MORE_ROWS))
+        return forward_of_few_rows(x, weight, bias, y, before, call.M, call.N, call.K, call.activation);
+    forward(x, weight, bias, y, before, call.M, call.N, call.K, call.activation);
   });
 }
 

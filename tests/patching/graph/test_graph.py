@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -310,6 +311,19 @@ def test_a_product_and_a_sum_without_gradients():
     assert compiled.report().matched == {"multiply_add": 1}
     compiled(x.requires_grad_(), y, scale)
     assert compiled.report().matched == {"multiply_add": 1}
+
+
+def test_a_product_and_a_sum_of_any_length(monkeypatch):
+    """PyTorch logs an error for addcmul of symbolic sizes, whose result's strides it cannot compute."""
+    logged = Mock()
+    monkeypatch.setattr(torch._subclasses.fake_tensor.log, "exception", logged)
+    compiled = tk.compile(lambda x, scale: x * scale + x)
+    with torch.no_grad():
+        for length in (8, 9, 10):
+            x, scale = torch.randn(2, length, 16), torch.randn(length, 16)
+            torch.testing.assert_close(compiled(x, scale), x * scale + x)
+    assert compiled.report().matched == {"multiply_add": 2}
+    assert not logged.called
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,8 @@ MIN_READ = 1 << 18
 MIN_ROWS, MIN_ROWS_ON_AMX = 256, 2048
 MIN_ROWS_ON_AMD, MIN_PRODUCTS_ON_AMD = 32, 1 << 18
 """Rows of x, and rows times elements of the weight, from which products without an activation are worth a call."""
-MIN_ROWS_ALONE_ON_AMD = 64
-"""Minimum rows of x for a forward product without gradients: the weights of a model are not in a cache."""
+MIN_ROWS_ALONE_ON_AMD, MIN_PRODUCTS_ALONE_ON_AMD = 16, 1 << 20
+"""The same for a forward product without gradients: the weights of a model are not in a cache."""
 
 ANY = 1 << 62
 """Elements: a weight of any size."""
@@ -76,8 +76,10 @@ def few_rows(elements: int, recorded: bool) -> int:
         return ANY
     if (kind := processor(cpu.load())) != "AMD":
         return ANY if not recorded else MIN_ROWS_ON_AMX if kind == "AMX" else MIN_ROWS
-    fewest = MIN_ROWS_ON_AMD if recorded else MIN_ROWS_ALONE_ON_AMD
-    return min(MIN_ROWS, max(fewest, -(-MIN_PRODUCTS_ON_AMD // elements)))
+    fewest, products = MIN_ROWS_ON_AMD, MIN_PRODUCTS_ON_AMD
+    if not recorded:
+        fewest, products = MIN_ROWS_ALONE_ON_AMD, MIN_PRODUCTS_ALONE_ON_AMD
+    return min(MIN_ROWS, max(fewest, -(-products // elements)))
 
 
 cpu.dependents.append(few_rows.cache_clear)

@@ -189,8 +189,9 @@ def _multiply_add(match: Match) -> Replacement | str:
     values = [match.fake(name) for name in "abc"]
     if not match.dtype.is_floating_point or any(x is None or x.dtype is not match.dtype for x in values):
         return "the dtypes differ"
-    a, b, c = values
-    if str(torch.addcmul(c, a, b).stride()) != str(match.shape(match.root).stride()):
+    result = match.shape(match.root)
+    whole = [x for x in values if str(x.shape) == str(result.shape)]  # type: ignore[union-attr]
+    if not whole or any(str(x.stride()) != str(result.stride()) for x in whole):  # type: ignore[union-attr]
         return "its result is laid out in memory as the product"
     return Replacement(torch.addcmul, tuple(match.bound[name] for name in "cab"))
 
