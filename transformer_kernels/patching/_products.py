@@ -17,8 +17,8 @@ from transformer_kernels.ops.linear import _cpu as linear_cpu
 from transformer_kernels.ops.linear._cpu import ANY
 from transformer_kernels.patching._swap import Mixin, is_plain, parameters, swap
 
-MIN_PRODUCTS = 3 << 19
-"""Products of a weight (K, N), which the kernels transpose, from which ours are faster."""
+MIN_PRODUCTS_BY_COLUMNS, MIN_ROWS_BY_COLUMNS = 3 << 19, 32
+"""Products with a weight (K, N), which is packed however few rows x has, and rows, from which ours are faster."""
 
 OURS = ("cpu", "auto")
 """The backends that have these products."""
@@ -118,8 +118,14 @@ def adopt_linear_layers(module: nn.Module) -> None:
             swap(layer, Linear, module.backend)  # type: ignore[arg-type]
 
 
+def is_large_by_columns(x: Tensor, weight: Tensor) -> bool:
+    """Whether x (..., K) W, W (K, N), is large enough for these products."""
+    rows = x.numel() // x.shape[-1]
+    return rows >= MIN_ROWS_BY_COLUMNS and rows * weight.numel() >= MIN_PRODUCTS_BY_COLUMNS
+
+
 def by_columns(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None) -> Tensor:
     """x W + b, x (..., K), weight (K, N)."""
-    if are_ours(x, weight, backend) and x.numel() * weight.shape[1] >= MIN_PRODUCTS:
+    if are_ours(x, weight, backend) and is_large_by_columns(x, weight):
         return ops.linear(x, weight.t(), bias, backend=backend)
     return x @ weight if bias is None else torch.addmm(bias, x.flatten(0, -2), weight).view(*x.shape[:-1], -1)

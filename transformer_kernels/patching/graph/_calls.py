@@ -20,7 +20,7 @@ from transformer_kernels.ops._pattern import As, Call, Input, Match, Number, Opt
 from transformer_kernels.ops.attention._pattern import grouped
 from transformer_kernels.ops.linear._cpu import multiplies
 from transformer_kernels.patching import _torch_calls as calls
-from transformer_kernels.patching._products import MIN_PRODUCTS, by_columns, faster_linear
+from transformer_kernels.patching._products import by_columns, faster_linear, is_large_by_columns
 from transformer_kernels.patching.graph._canonical import is_plain
 
 X = Input("x")
@@ -93,8 +93,8 @@ def _by_columns(match: Match) -> Replacement | str:
         return FASTER
     if not _is_static(x):
         return Replacement(by_columns, (*values, None))
-    large = x.numel() * weight.shape[1] >= MIN_PRODUCTS and multiplies(x, weight, match.trains)
-    return Replacement(linear_by_columns, values) if large else FASTER
+    ours = multiplies(x, weight, match.trains) and is_large_by_columns(x, weight)
+    return Replacement(linear_by_columns, values) if ours else FASTER
 
 
 def dropout(x: Tensor, p: float, residual: Tensor | None = None, backend: str | None = None) -> Tensor:
