@@ -132,6 +132,21 @@ def test_a_weight_of_more_elements_than_are_packed_at_a_time(backend, dtype, dev
         assert torch.equal(part, y[:, few])
 
 
+def test_few_rows_have_the_bits_of_many(backend, device, monkeypatch):
+    """Up to 64 rows, or 256 with a large weight, x is packed and not the weight."""
+    if backend != "cpu":
+        pytest.skip("PyTorch's products are not tested here")
+    linear_cpu = import_module("transformer_kernels.ops.linear._cpu")
+    monkeypatch.setattr(linear_cpu, "LIMITS", {(torch.float32, "all", ""): ((0, 1 << 20),)})
+    for columns in (43, 601):
+        tensors = make(300, columns, 515, torch.float32, device)
+        for activation in (None, "gelu"):
+            y = tk.linear(**tensors, activation=activation, backend=backend)
+            for rows in (5, 16, 64, 65, 256, 257):
+                few = {**tensors, "x": tensors["x"][:rows]}
+                assert torch.equal(tk.linear(**few, activation=activation, backend=backend), y[:rows])
+
+
 @pytest.mark.parametrize("rows", [1, 3, 300])
 def test_a_transposed_weight_is_read_in_place(backend, dtype, device, rows):
     """In float32 without an activation; of as many elements as small batches read in streams where they are rows."""

@@ -407,7 +407,7 @@ def graphed(
     On a GPU a call is one CUDA graph, on a CPU a list of the kernels and operators that it called, in memory of
     its own. The first `warm_up_calls` calls with arguments of a shape run eagerly. On a CPU the next call runs the
     function twice, the second time on changed values of its arguments and of the tensors it writes; the recording
-    must reproduce weights and outputs of both.
+    must reproduce weights and outputs of both. That call needs memory for three copies of what the function writes.
 
     With an optimizer the function is a training step: forward, one or more backward passes, clipping,
     `optimizer.step()`. Gradients are None before and after each call. Learning rates become tensors; each call uses
