@@ -266,7 +266,7 @@ def ladder(rows: Sequence[Row]) -> Figure | None:
         axes.set_xlim(0, 1.25 * max(row["tokens_per_second"] for row in panel))
         model, case = kind
         axes.set_title(f"{model}: {case.replace('step', f'step of {batch} x {length} tokens')}")
-    grid.flat[-1].set_xlabel(f"tokens/s (speedup over {HEADLINE} in the same precision; solid: ours)")
+    grid.flat[-1].set_xlabel(f"tokens/s (speedup over {HEADLINE} in the same precision;\nsolid: ours)")
     figure.tight_layout(rect=(0, 0.22 / height, 1, 1))
     return figure
 

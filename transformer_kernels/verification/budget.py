@@ -16,6 +16,7 @@ error of
   sqrt(3) / 2 ulp;
 - a sum of n terms assumes pairwise or blocked summation: each term passes through log2(n) additions with errors of
   random sign, sqrt(1 + log2(n)) u sqrt(result^2 + sum of squared terms);
+- softmax, relative to each weight, and log_softmax is that of the sum of their n exponentials;
 - a dot product of length n is at least uniform within sqrt(min(n, 64) / 2 + log2(n / 64)) u sqrt(Q), with Q the sum of
   squared terms: sequential summation in tiles of 64 terms of random sign and pairwise summation of tiles;
 - beyond that it is normal, as a sum of many roundings, whose largest of many elements is in the tail. The order is the
@@ -88,6 +89,9 @@ class RandomRounding(TorchDispatchMode):
         u = 2.0**-24
         if (halves := ROUNDINGS.get(name.rstrip("_"))) is not None:
             return torch.ldexp(torch.full_like(result, halves * u / 2.0), torch.frexp(result).exponent)
+        if name in ("_softmax", "_log_softmax"):
+            size = u * math.sqrt(1.0 + math.log2(max(1, result.shape[args[1]])))
+            return result * size if name == "_softmax" else torch.full_like(result, size)
         if name in ("sum", "mean") and args[0].numel() > result.numel() > 0:
             squares = torch.ops.aten.sum(args[0].square(), *args[1:], **kwargs)
             length = args[0].numel() / result.numel()
