@@ -124,15 +124,15 @@ def test_a_weight_of_more_elements_than_are_packed_at_a_time(backend, dtype, dev
         pytest.skip("PyTorch's products are not tested here")
     linear_cpu = import_module("transformer_kernels.ops.linear._cpu")
     monkeypatch.setattr(linear_cpu, "LIMITS", {(dtype, "all", ""): ((0, 1 << 23),)})
-    tensors = make(97, 4001, 301, dtype, device)  # two parts of each
+    tensors = make(301, 4001, 301, dtype, device)  # two parts of each; with fewer rows x is packed
     check_parity("linear", backend, tensors, {"activation": "gelu"})
     y = tk.linear(**tensors, activation="gelu", backend=backend)
-    for few in (slice(0, 2000), slice(2001, None)):
-        part = tk.linear(tensors["x"], tensors["weight"][few], tensors["bias"][few], activation="gelu", backend=backend)
-        assert torch.equal(part, y[:, few])
+    for columns in (slice(0, 2000), slice(2001, None)):
+        smaller = {**tensors, "weight": tensors["weight"][columns], "bias": tensors["bias"][columns]}
+        assert torch.equal(tk.linear(**smaller, activation="gelu", backend=backend), y[:, columns])
 
 
-def test_few_rows_have_the_bits_of_many(backend, device, monkeypatch):
+def test_a_small_batch_has_the_bits_of_a_large_one(backend, device, monkeypatch):
     """Up to 64 rows, or 256 with a large weight, x is packed and not the weight."""
     if backend != "cpu":
         pytest.skip("PyTorch's products are not tested here")
@@ -143,8 +143,8 @@ def test_few_rows_have_the_bits_of_many(backend, device, monkeypatch):
         for activation in (None, "gelu"):
             y = tk.linear(**tensors, activation=activation, backend=backend)
             for rows in (5, 16, 64, 65, 256, 257):
-                few = {**tensors, "x": tensors["x"][:rows]}
-                assert torch.equal(tk.linear(**few, activation=activation, backend=backend), y[:rows])
+                smaller = {**tensors, "x": tensors["x"][:rows]}
+                assert torch.equal(tk.linear(**smaller, activation=activation, backend=backend), y[:rows])
 
 
 @pytest.mark.parametrize("rows", [1, 3, 300])
