@@ -617,8 +617,8 @@ def test_what_is_no_sample_is_named(sample, tmp_path):
 
 
 @pytest.mark.parametrize("classes", [2, 65])
-def test_losses_of_a_model_that_is_sure_are_within_the_budget(classes):
-    """A mean of cancelling errors is close to exact by luck, here PyTorch's; ours has the smaller errors by rows."""
+def test_losses_of_a_confident_model_are_within_the_budget(classes):
+    """The rounding errors of rows cancel in their mean, for some inputs in PyTorch's alone."""
     for seed in range(10):
         generator = torch.Generator().manual_seed(seed)
         targets = torch.randint(classes, (64,), generator=generator)

@@ -579,7 +579,7 @@ class _Exits(TorchFunctionMode):
 
 
 def _return_freed_memory() -> None:
-    """Return memory to the system that was freed between storages that stay: a capture copies the state of a step."""
+    """Return freed memory to the system: a capture copies the state of a step, and glibc keeps fragmented memory."""
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
         if trim is not None:

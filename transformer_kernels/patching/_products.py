@@ -18,7 +18,7 @@ from transformer_kernels.ops.linear._cpu import ANY
 from transformer_kernels.patching._swap import Mixin, is_plain, parameters, swap
 
 MIN_PRODUCTS_BY_COLUMNS, MIN_ROWS_BY_COLUMNS = 3 << 19, 32
-"""Products with a weight (K, N), which is packed however few rows x has, and rows, from which ours are faster."""
+"""Multiplications and rows of x from which ours are faster with a weight (K, N), which is packed for any batch."""
 
 OURS = ("cpu", "auto")
 """The backends that have these products."""

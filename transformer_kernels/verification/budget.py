@@ -16,7 +16,7 @@ error of
   sqrt(3) / 2 ulp;
 - a sum of n terms assumes pairwise or blocked summation: each term passes through log2(n) additions with errors of
   random sign, sqrt(1 + log2(n)) u sqrt(result^2 + sum of squared terms);
-- softmax, relative to each weight, and log_softmax is that of the sum of their n exponentials;
+- softmax (relative) and log_softmax (absolute) is the relative error of the sum of n exponentials;
 - a dot product of length n is at least uniform within sqrt(min(n, 64) / 2 + log2(n / 64)) u sqrt(Q), with Q the sum of
   squared terms: sequential summation in tiles of 64 terms of random sign and pairwise summation of tiles;
 - beyond that it is normal, as a sum of many roundings, whose largest of many elements is in the tail. The order is the

@@ -28,8 +28,8 @@ RESULTS_OF_INPUTS = frozenset({"softmax", "rotary"})
 """Operations whose backward has results or nothing in place of its inputs."""
 PARTS = 16
 """A part of a call is this share of its first axis."""
-FEW, DRAWS = 64, 8
-"""Elements of a result, such as a mean loss, whose rounding bound is the largest of so many random ones."""
+SMALL_RESULT, DRAWS = 64, 8
+"""Elements up to which the rounding bound of a result is the largest of several random roundings, and their number."""
 
 
 class Observed(NamedTuple):
@@ -214,8 +214,8 @@ def check(observed: Observed) -> list[Checked]:
                 return observed.recomputed(shaken)
 
         def largest(name: str) -> Tensor:
-            """The result with random rounding; of a few elements, whose errors may cancel, the furthest of many."""
-            drawn = [rounded(seed)[name] for seed in range(1 if exact[name].numel() > FEW else DRAWS)]
+            """The result with random rounding. In a mean roundings may cancel: of several, the least accurate one."""
+            drawn = [rounded(seed)[name] for seed in range(1 if exact[name].numel() > SMALL_RESULT else DRAWS)]
             return max(drawn, key=lambda x: rms_of(_finite(x - exact[name])))
 
         sizes = [float(_finite(exact[name]).abs().max()) for name, _, gradient in named if gradient and name in exact]
@@ -230,7 +230,7 @@ def check(observed: Observed) -> list[Checked]:
             if errors.rms > errors.limit:  # a gradient that is the difference of its terms, such as 0
                 bound = factor * rms_of(largest(name) - want)
                 errors = errors._replace(limit=max(errors.limit, bound))
-            if got.numel() == 1:  # its RMS error is its error
+            if got.numel() == 1:  # the RMS error is the largest error, which has a limit already
                 errors = errors._replace(limit=max(errors.limit, errors.budget))
             wrong = (torch.isfinite(got) != torch.isfinite(want)) & torch.isfinite(plain)
             found.append(Checked(name, errors, torch.inf if bool(wrong.any()) else errors.share))

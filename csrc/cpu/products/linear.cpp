@@ -19,9 +19,9 @@ constexpr int64_t ROWS_OF_BLOCK = 48;  // rows of the left operand that are mult
 constexpr int64_t MAX_SUM = FUSES ? 256 : 32;
 // Floats of a weight that are packed at a time: they stay in a cache while all rows are multiplied with them.
 constexpr int64_t MAX_PACKED = 1 << 20;
-// Rows of x for which it is packed instead of the weight, and those for which a weight of so many elements is too large to
-// stay in a cache.
-constexpr int64_t FEW_ROWS = 64, MORE_ROWS = 256, LARGE_WEIGHT = 1 << 17;
+// Rows of x up to which x is packed and not the weight: beside any weight, and beside one of at least LARGE_WEIGHT
+// elements, which does not stay in a cache.
+constexpr int64_t SMALL_BATCH = 64, MEDIUM_BATCH = 256, LARGE_WEIGHT = 1 << 17;
 constexpr int64_t DEPTH_STEPS = 96;  // steps of x and dz whose products one tile of a weight gradient adds up
 constexpr int64_t PAIRED_COLUMNS = 32;  // a multiple of which is packed of the left operand of a weight gradient
 constexpr int LINES_AHEAD = 4;  // of each operand of a weight gradient, fetched each 16 steps
@@ -271,10 +271,10 @@ void forward(const T* x, const W* weight, const float* bias, T* y, T* before, in
   }
 }
 
-// The same for few rows, whose weight would take as long to pack as to multiply: x is packed instead, and the weight read
-// in place, once. y^T (N, M) is computed in blocks that are transposed; the sums are added up in the same order.
-void forward_of_few_rows(const float* x, const float* weight, const float* bias, float* y, float* before, int64_t M,
-                         int64_t N, int64_t K, int64_t activation) {
+// The same for a small batch, whose weight would take as long to pack as to multiply: x is packed instead, and the weight
+// is read in place, once. Blocks of y^T (N, M) are computed and transposed; the order of the additions is the same.
+void forward_of_small_batch(const float* x, const float* weight, const float* bias, float* y, float* before, int64_t M,
+                            int64_t N, int64_t K, int64_t activation) {
   const int64_t count = panels_of(M), size = PANEL * K, pitch = count * PANEL;
   float* panels = scratch<float>(PANELS, count * size);
   parallel_for(count, size, [&](int64_t begin, int64_t end) { pack_transposed(0.f, x, M, K, begin, end, panels); });
@@ -307,7 +307,7 @@ void backward_data(const T* dy, const T* saved, const W* weight, T* dz, T* dx, c
   using L = typename Multiplied<T>::type;
   const int64_t count = panels_of(K);
   const bool multiplies = dx || residual.sum;
-  // Of depth N, in parts between which dx keeps float32 sums.
+  // The sums over N are computed in parts: dx holds the float32 sums of the earlier ones.
   const bool in_parts = dx && sizeof(T) == sizeof(float);
   const int64_t most = in_parts ? larger(1, MAX_PACKED / (count * PANEL * MAX_SUM)) * MAX_SUM : N;
   const float* added = widened_bias(nullptr, K);
@@ -420,8 +420,8 @@ void linear_forward(const LinearForward& call) {
     const float* bias = at<const float>(call.bias);
     T *y = at<T>(call.y), *before = at<T>(call.before);
     if constexpr (sizeof(T) == sizeof(float))
-      if (call.M <= (call.N * call.K < LARGE_WEIGHT ? FEW_ROWS : MORE_ROWS))
-        return forward_of_few_rows(x, weight, bias, y, before, call.M, call.N, call.K, call.activation);
+      if (call.M <= (call.N * call.K < LARGE_WEIGHT ? SMALL_BATCH : MEDIUM_BATCH))
+        return forward_of_small_batch(x, weight, bias, y, before, call.M, call.N, call.K, call.activation);
     forward(x, weight, bias, y, before, call.M, call.N, call.K, call.activation);
   });
 }

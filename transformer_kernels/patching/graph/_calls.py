@@ -21,7 +21,7 @@ from transformer_kernels.ops.attention._pattern import grouped
 from transformer_kernels.ops.linear._cpu import multiplies
 from transformer_kernels.patching import _torch_calls as calls
 from transformer_kernels.patching._products import by_columns, faster_linear, is_large_by_columns
-from transformer_kernels.patching.graph._canonical import is_plain
+from transformer_kernels.patching.graph._canonical import is_plain, same_shape
 
 X = Input("x")
 LINEAR = Call("linear", X, Input("weight"), Option("bias"))
@@ -190,8 +190,8 @@ def _multiply_add(match: Match) -> Replacement | str:
     if not match.dtype.is_floating_point or any(x is None or x.dtype is not match.dtype for x in values):
         return "the dtypes differ"
     result = match.shape(match.root)
-    whole = [x for x in values if str(x.shape) == str(result.shape)]  # type: ignore[union-attr]
-    if not whole or any(str(x.stride()) != str(result.stride()) for x in whole):  # type: ignore[union-attr]
+    whole = [x for x in values if same_shape(x.shape, result.shape)]  # type: ignore[union-attr]
+    if not whole or not all(same_shape(x.stride(), result.stride()) for x in whole):  # type: ignore[union-attr]
         return "its result is laid out in memory as the product"
     return Replacement(torch.addcmul, tuple(match.bound[name] for name in "cab"))
 
