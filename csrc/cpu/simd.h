@@ -143,7 +143,9 @@ TK_INLINE float largest(Floats x) {
 // ---- Memory ----
 
 TK_INLINE Floats widened(Halves bits, Bfloat16) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX512F__)
+  return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)bits), 16);
+#elif defined(__AVX2__)
   return (Floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)bits), 16);  // GCC 12 widens the halves one by one
 #else
   return (Floats)(__builtin_convertvector(bits, Words) << 16);
@@ -153,6 +155,16 @@ TK_INLINE Floats widened(Halves bits, Bfloat16) {
 TK_INLINE Halves rounded(Floats x, Bfloat16) {
 #if defined(__AVX512BF16__)
   return bits_of<Halves>(_mm512_cvtneps_pbh((__m512)x));
+#elif defined(__AVX512F__)
+  const __m512i bits = (__m512i)x;
+  const __mmask16 odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000)),
+                  nan = _mm512_cmp_ps_mask((__m512)x, (__m512)x, _CMP_UNORD_Q);
+  __m512i nearest = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF));  // in the upper half of each word
+  nearest = _mm512_mask_add_epi32(nearest, odd, nearest, _mm512_set1_epi32(1));
+  nearest = _mm512_mask_or_epi32(nearest, nan, bits, _mm512_set1_epi32(0x400000));
+  const __m512i upper = _mm512_set_epi16(31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1, 31, 29, 27, 25, 23,
+                                         21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+  return (Halves)_mm512_castsi512_si256(_mm512_permutexvar_epi16(upper, nearest));
 #else
   const Words bits = (Words)x;
   const Words nearest = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
