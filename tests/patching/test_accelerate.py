@@ -613,6 +613,7 @@ def test_sizes_that_are_left_without_a_look_at_the_rest(monkeypatch: pytest.Monk
         for name in ("gelu", "gelu_tanh", "softmax", "attention", "embedding"):
             monkeypatch.setitem(table, (f"{name} rerouted", 4), limits)
         _crossovers.of_pytorch.cache_clear()
+        _torch_calls.left_below.cache_clear()
         for name, args, kwargs in (
             ("gelu", (x,), {}),
             ("gelu", (x,), {"approximate": "tanh"}),
@@ -624,3 +625,4 @@ def test_sizes_that_are_left_without_a_look_at_the_rest(monkeypatch: pytest.Monk
     assert not _torch_calls.is_left("gelu", (x.double(),), {})
     assert not _torch_calls.is_left("gelu", (), {"input": x})
     _crossovers.of_pytorch.cache_clear()
+    _torch_calls.left_below.cache_clear()

@@ -7,6 +7,7 @@ alignment of causality, the polarity of masks, the axis of classes and the dtype
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from transformer_kernels import ops
+from transformer_kernels.backends import cpu
 from transformer_kernels.backends.dispatch import unavailable
 from transformer_kernels.ops._crossover_table import REROUTED
 from transformer_kernels.ops._crossovers import of_pytorch, prefers_torch
@@ -75,30 +77,34 @@ def refusal(
     return "the CPU kernels are not available" if unavailable("cpu", device) is not None else None
 
 
+@functools.cache
+def left_below(operation: str, dtype: torch.dtype) -> int:
+    """The size below which "auto" leaves calls to PyTorch, in inference and in training."""
+    first, end = of_pytorch(operation + REROUTED, dtype.itemsize, None)
+    return 0 if first else end
+
+
+cpu.dependents.append(left_below.cache_clear)
+
+
 def is_left(operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the size of a call alone shows that "auto" leaves it to PyTorch.
 
-    Where gradients may be recorded or numbers drawn, it must be PyTorch's in inference and in training. The other
-    checks of a handler take longer than a small call does.
+    The other checks of a handler take longer than a small call does.
     """
     try:
         x = args[0]
         if dispatch_modes() or not x.is_cpu:
             return False
-        elements = x.numel()
         if operation == "linear":
-            return elements < linear_cpu.few_rows(args[1].numel(), True) * x.shape[-1]
+            return x.numel() < linear_cpu.few_rows(args[1].numel(), True) * x.shape[-1]
         if operation == "attention":
-            if any_autocast():
-                return False
-            elements = elements // x.shape[-1] * args[1].shape[-2]
-        elif operation == "embedding":
-            elements = args[1].numel() * x.shape[-1]
-        elif kwargs and kwargs.get("approximate") == "tanh":
+            return not any_autocast() and x.numel() // x.shape[-1] * args[1].shape[-2] < left_below(operation, x.dtype)
+        if operation == "embedding":
+            return args[1].numel() * x.shape[-1] < left_below(operation, x.dtype)
+        if kwargs and kwargs.get("approximate") == "tanh":
             operation = "gelu_tanh"
-        either = torch.is_grad_enabled() or operation == "attention"  # whose dropout counts as with gradients
-        first, end = of_pytorch(operation + REROUTED, x.dtype.itemsize, None if either else False)
-        return first <= elements < end
+        return x.numel() < left_below(operation, x.dtype)
     except (AttributeError, IndexError, RuntimeError, TypeError, ZeroDivisionError):  # the handler has the reason
         return False
 
