@@ -246,6 +246,26 @@ def test_a_small_module_of_torch_runs_its_original_forward(kind, computed, monke
     assert computed
 
 
+@pytest.mark.parametrize(
+    ("dropout", "weights", "rows", "original"),
+    [(0.0, False, 8, True), (0.0, False, 64, False), (0.0, True, 64, True), (0.1, False, 8, False)],
+)
+def test_small_attention_in_training_is_the_original_but_for_dropout(
+    dropout, weights, rows, original, computed, monkeypatch
+):
+    rows_of_modules = {"multihead module": 1 << 10, "multihead weights module": 1 << 12}
+    set_table(monkeypatch, {(name, 0): (0, limit) for name, limit in rows_of_modules.items()})
+    plain = nn.MultiheadAttention(32, 4, dropout=dropout, batch_first=True)
+    ours = copy.deepcopy(plain)
+    tk.patch(ours)
+    x = torch.randn(1, rows, 32)
+    found = ours(x, x, x, need_weights=weights)
+    assert bool(computed) != original
+    if original:
+        for a, b in zip(found, plain(x, x, x, need_weights=weights), strict=True):
+            assert a is b is None or torch.equal(a, b)
+
+
 def test_the_first_example_of_accelerate_reroutes_on_every_processor():
     """The call in README, by the table of each instruction set."""
     text = (Path(__file__).parents[2] / "README.md").read_text()

@@ -6,7 +6,8 @@ Counted are the elements of the first tensor, of the result of an embedding, and
 with gradients `linear` has a rule of its own (`patching/_products.py`). "attention rerouted" is F's function inside
 `accelerate`, where a call that is rerouted costs about 8 us more. "attention module" is a patched module, which runs
 its original forward; with a mask its rows are counted. Rows of modules are measured by `python -m benchmarks.patched
---modules` in float32, in inference, those of "rms_norm module" by whole models; their training is this package's.
+--modules` in float32, in inference, those of "rms_norm module" by whole models; their training is this package's, but
+for "multihead" modules, the "weights" of which are those that torch returns.
 
 "avx2" and "avx512" were measured by `python -m benchmarks.crossovers --write` on an AMD EPYC with AVX-512, each in a
 process that is restricted to it ("avx2" is also the table of plain kernels); "amx" on two Xeons with AMX, its linear
@@ -53,6 +54,9 @@ ROWS: dict[tuple[str, int], tuple[tuple[Limit, Limit], ...]] = {
     ("layer_norm rerouted", 2): ((1 << 19, 1 << 17), (1 << 17, 1 << 16), (1 << 17, 1 << 17)),
     ("linear", 4): ((NEVER, 0), (NEVER, 0), (NEVER, 0)),
     ("masked attention module", 0): ((1 << 7, 0), (1 << 7, 0), (1 << 7, 0)),
+    ("masked multihead module", 0): ((1 << 7, 1 << 7), (1 << 7, 1 << 7), (1 << 7, 1 << 7)),
+    ("multihead module", 0): ((1 << 17, 1 << 13), (1 << 17, 1 << 13), (1 << 17, 1 << 13)),
+    ("multihead weights module", 0): ((1 << 19, 1 << 17), (1 << 19, 1 << 17), (1 << 19, 1 << 17)),
     ("packed mlp module", 0): ((1 << 17, 0), (1 << 17, 0), (1 << 17, 0)),
     ("residual norm module", 0): ((1 << 23, 0), (1 << 14, 0), (1 << 18, 0)),
     ("rms_norm", 4): ((0, 0), (0, 0), (0, 0)),

@@ -142,12 +142,14 @@ def with_global(function: Any, name: str, value: Any) -> Any:
 
 
 def _left_if_small(ours: Any, original: Any, mixin: Any) -> Any:
-    """The patched forward, or the original one for sizes that are PyTorch's by the row `mixin.small_below`.
+    """The patched forward, or the original one for sizes that are PyTorch's by the row `mixin.small_below`, or by the
+    one that `mixin.small_row` chooses for a call.
 
     A call in which a dropout draws random numbers counts as one with gradients, in which activation checkpointing
     repeats it.
     """
-    row, argument = mixin.small_below, getattr(mixin, "small_argument", 0)
+    argument = getattr(mixin, "small_argument", 0)
+    row_of = getattr(mixin, "small_row", lambda self, args, kwargs: mixin.small_below)
     masked_row, tensors = getattr(mixin, "small_masked", None), getattr(mixin, "small_tensors", 0)
     as_before = getattr(mixin, "as_before", original)
 
@@ -156,7 +158,7 @@ def _left_if_small(ours: Any, original: Any, mixin: Any) -> Any:
         recorded = self.training or is_grad_enabled()
         for module in self._modules.values():
             recorded = recorded or (module is not None and module.training)
-        if not is_small(row, x, self.backend, recorded):
+        if not is_small(row_of(self, args, kwargs), x, self.backend, recorded):
             return ours(self, *args, **kwargs)
         if masked_row is None or SCALARS.issuperset(map(type, (*args[tensors:], *kwargs.values()))):
             return as_before(self, *args, **kwargs)
@@ -165,7 +167,7 @@ def _left_if_small(ours: Any, original: Any, mixin: Any) -> Any:
             return ours(self, *args, **kwargs)  # a step that is recorded does not read values
         result = as_before(self, *args, **kwargs)
         out = result[0] if isinstance(result, tuple) else result
-        return ours(self, *args, **kwargs) if math.isnan(out.sum()) else result
+        return ours(self, *args, **kwargs) if math.isnan(out.detach().sum()) else result
 
     return forward
 

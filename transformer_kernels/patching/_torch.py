@@ -74,9 +74,17 @@ class MultiHeadAttention(ours.MultiHeadAttention):
     causal_by_itself = False
     before = (("_qkv_same_embed_dim", True),)
     operation = "attention"
-    small_below = "attention module"
-    small_masked = "masked attention module"  # which may hide all keys of a row: the original's result is NaN
+    small_below = "multihead module"
+    small_masked = "masked multihead module"  # which may hide all keys of a row: the original's result is NaN
     small_tensors = 3
+
+    def small_row(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """The row of a call. PyTorch's dropout takes longer than ours; for the weights, which are torch's default, ours
+        computes the scores twice."""
+        if self.training and self.dropout:
+            return "attention module"
+        wanted = args[4] if len(args) > 4 else kwargs.get("need_weights", True)
+        return "multihead weights module" if wanted else "multihead module"
 
     @staticmethod
     def refuses(module: Any) -> str | None:
