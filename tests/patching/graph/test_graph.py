@@ -737,6 +737,23 @@ def test_autocast_has_the_dtypes_of_eager(backend):
     torch.testing.assert_close(found, expected, rtol=5e-2, atol=5e-2)
 
 
+def test_a_norm_that_becomes_part_of_another_one_is_not_computed_twice(monkeypatch):
+    def normed(x, residual, weight):
+        summed = x + residual
+        y = summed * torch.rsqrt(summed.square().mean(-1, keepdim=True) + 1e-6) * weight
+        return y * summed
+
+    graphs = []
+    monkeypatch.setattr(
+        graph, "rewrite", lambda module, *rest: (_rewrite.rewrite(module, *rest), graphs.append(module))[0]
+    )
+    compiled = tk.compile(normed, backend="torch")
+    assert_same(normed, compiled, sample(2, 8, 16), sample(2, 8, 16, seed=1), sample(16, seed=2))
+    assert compiled.report().matched == {"add_rms_norm": 1}
+    names = [node.target.__name__ for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert sorted(names) == ["add_rms_norm", "getitem", "getitem", "mul"]
+
+
 def test_dropout_drops_the_right_share():
     compiled = tk.compile(lambda x: F.dropout(x, 0.25) + 1.0)
     x = torch.ones(64, 1024, requires_grad=True)

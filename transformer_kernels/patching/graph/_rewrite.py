@@ -96,6 +96,7 @@ class Rewriter:
 
     def __init__(self, graph: fx.Graph, trains: bool, backend: str | None = None) -> None:
         self.graph, self.trains, self.backend, self.outcome = graph, trains, backend, Outcome()
+        self.created: set[fx.Node] = set()
         forget_values(graph)
         name_assignments(graph, _regions(graph))
         self._erase([node for node in reversed(graph.nodes) if name_of(node) in UNUSED and not writes(node)])
@@ -106,7 +107,6 @@ class Rewriter:
         self.canonical = Canonical(self.constants.number, RULES, OVERRIDES)
         self.matcher = Matcher(self.canonical)
         self.prepared: dict[Any, fx.Node] = {}
-        self.created: list[fx.Node] = []
         self.own: dict[fx.Node, tuple[str, str]] = {}
 
     def run(self, unpad: bool = False) -> Outcome:
@@ -246,7 +246,7 @@ class Rewriter:
         target = function if hasattr(function, "__name__") else function.__call__
         node = self.graph.create_node("call_function", target, args, options, name)
         node.meta["example_value"] = value
-        self.created.append(node)
+        self.created.add(node)
         self.writes.place(node, place)
         self.regions[node] = self.regions.get(place, 0)
         return node
@@ -267,7 +267,7 @@ class Rewriter:
             return self._call(
                 prepared.function, tuple(self._argument(value, place) for value in prepared.values), {}, place, None
             )
-        if known not in self.prepared:
+        if known not in self.prepared or self.prepared[known]._erased:
             if all(self.constants.holds(node) for node in nodes):
                 node = self._store(prepared, nodes)
             else:
@@ -294,20 +294,23 @@ class Rewriter:
         waiting = list(nodes)
         while waiting:
             node = waiting.pop()
-            if node._erased or node.users or not _is_pure(node):
+            if node._erased or not self._is_unused(node):
                 continue
             waiting.extend(node.all_input_nodes)
             self.graph.erase_node(node)
         # a node may have become unused after it was looked at
-        again = [node for node in nodes if not node._erased and not node.users and _is_pure(node)]
+        again = [node for node in nodes if not node._erased and self._is_unused(node)]
         if again:
             self._erase(again)
 
+    def _is_unused(self, node: fx.Node) -> bool:
+        """Whether the graph computes the same without a node; a replacement may be part of another one."""
+        return not node.users and (_is_pure(node) or node in self.created)
+
     def _report(self) -> None:
         """Name what stays PyTorch's."""
-        created = set(self.created)
         for node in self.graph.nodes:
-            if node.op in ("call_function", "call_method") and node not in created:
+            if node.op in ("call_function", "call_method") and node not in self.created:
                 what = NAMED.get(self.canonical.of(node).op)
                 if what is not None:
                     self.outcome.left.setdefault((what, node.name), "it is not part of a pattern that is recognised")
