@@ -138,6 +138,9 @@ class Match(Protocol):
     def size(self, *sizes: Any) -> int:
         """The product of sizes, of the call that is compiled where they are symbols."""
 
+    def roundings(self, dtype: torch.dtype) -> list[Any]:
+        """The users of the result that round it to `dtype`: casts, and operators whose operands autocast casts."""
+
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the result."""
@@ -172,6 +175,7 @@ class Replacement(NamedTuple):
         args, options: of the call; nodes in place of tensors.
         expression: the result as a canonical operation, for later patterns.
         permuted: the order of axes in which the result is returned, or None.
+        rounded: the dtype of a third result, the first one rounded, for the users that round it; or None.
     """
 
     function: Any
@@ -179,6 +183,7 @@ class Replacement(NamedTuple):
     options: dict[str, Any] = {}  # noqa: RUF012 - never written
     expression: tuple[Any, ...] | None = None
     permuted: tuple[int, ...] | None = None
+    rounded: torch.dtype | None = None
 
 
 class Pattern(NamedTuple):
@@ -187,7 +192,7 @@ class Pattern(NamedTuple):
     Args:
         operation: that replaces it, as the report names it.
         term: the description.
-        replace: match -> the replacement, or why it is left alone.
+        replace: match -> the replacement, or why it is left alone, which the report names unless it is "".
         shared: the bound inner value that is the second result of the function, "" where there is none.
     """
 

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import transformer_kernels as tk
 from tests.support.handwritten import compare
 from tests.support.handwritten.attention import KEYS
+from transformer_kernels.backends import cpu
 from transformer_kernels.ops.activation._quick import quick_gelu
 from transformer_kernels.patching import graph
 from transformer_kernels.patching.graph import _rewrite
@@ -752,6 +753,67 @@ def test_a_norm_that_becomes_part_of_another_one_is_not_computed_twice(monkeypat
     assert compiled.report().matched == {"add_rms_norm": 1}
     names = [node.target.__name__ for node in graphs[0].graph.nodes if node.op == "call_function"]
     assert sorted(names) == ["add_rms_norm", "getitem", "getitem", "mul"]
+
+
+class Stream(nn.Module):
+    """A float32 stream of norms and products, before or after the addition."""
+
+    def __init__(self, norm, first, dropout=0.0):
+        super().__init__()
+        self.norms, self.first = nn.ModuleList(norm(64) for _ in range(3)), first
+        self.layers, self.dropout = nn.ModuleList(nn.Linear(64, 64) for _ in range(3)), nn.Dropout(dropout)
+
+    def forward(self, x):
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = x + self.dropout(layer(norm(x))) if self.first else norm(self.dropout(layer(x)) + x)
+        return x
+
+
+@pytest.mark.skipif(cpu.unavailable(torch.device("cpu")) is not None, reason="only the CPU kernels have two dtypes")
+@pytest.mark.parametrize("dropout", (0.0, 0.1))
+@pytest.mark.parametrize("first", (True, False), ids=("pre", "post"))
+@pytest.mark.parametrize("norm", (nn.LayerNorm, nn.RMSNorm))
+def test_norms_round_for_products_under_autocast(norm, first, dropout):
+    torch.manual_seed(0)
+    model, x = Stream(norm, first, dropout), sample(8, 128, 64, dtype=torch.float32).requires_grad_()
+    compiled = tk.compile(model)
+
+    def run(module):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = module(x)
+        return y, torch.autograd.grad(y.square().mean(), (x, *model.parameters()))
+
+    y, gradients = run(compiled)
+    assert compiled.report().matched["rounded_norm"] == (3 if first else 2)  # nothing rounds the last result
+    assert not any(row.operation == "rounded_norm" for row in compiled.report().left)
+    expected, wanted = run(model)
+    assert y.dtype is expected.dtype is torch.float32
+    if not dropout:
+        torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
+        exact = torch.autograd.grad(model(x).square().mean(), (x, *model.parameters()))
+        for mine, theirs, reference in zip(gradients, wanted, exact, strict=True):
+            assert mine.dtype is theirs.dtype
+            assert (mine - reference).norm() <= 2 * (theirs - reference).norm() + 1e-6
+
+
+def test_a_norm_that_no_product_reads_is_not_rounded():
+    model, x = nn.Sequential(nn.LayerNorm(64)), sample(8, 128, 64, dtype=torch.float32)
+    compiled = tk.compile(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert compiled(x).dtype is torch.float32
+    assert "rounded_norm" not in str(compiled.report())
+
+
+def test_casts_of_a_norm_are_fused_into_it():
+    def run(x, weight):
+        y = F.rms_norm(x, (64,), weight, 1e-6)
+        return y.to(torch.bfloat16) @ y.bfloat16().transpose(-1, -2), y.sum()
+
+    compiled, x = tk.compile(run), sample(8, 128, 64, dtype=torch.float32).requires_grad_()
+    found, expected = compiled(x, torch.ones(64)), run(x, torch.ones(64))
+    assert compiled.report().matched["rounded_norm"] == 1
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-2)
 
 
 def test_dropout_drops_the_right_share():

@@ -29,6 +29,7 @@ from transformer_kernels.ops._pattern import (
 from transformer_kernels.ops.norm._by_length import LEAST, MIN_ELEMENTS, MIN_ELEMENTS_IN_TRAINING, length_norm
 from transformer_kernels.ops.norm._by_std import std_norm
 from transformer_kernels.ops.norm._channels import channel_norm
+from transformer_kernels.ops.norm._rounded import NARROW, RoundedNorm, is_rounded_here
 
 X, WEIGHT, BIAS = Input("x"), Input("weight", dims=1), Input("bias", dims=1)
 ANY_WEIGHT, ANY_BIAS = Input("weight"), Input("bias")
@@ -74,6 +75,9 @@ STD_NORM = maybe(
     maybe(lambda y: y * WEIGHT, STANDARD) | (CENTRED * WEIGHT) / (Call("std", X, Option("correction")) + EPS),
 )
 
+MIN_ROUNDED = 1 << 16
+"""Elements from which a norm that rounds its result is faster than a norm and casts, in training of LayerNorm."""
+
 DROPPED = Call("dropout", Input("branch"), Number("p", symbolic=True))
 STREAM = As("summed", (DROPPED + Input("residual")) | (Input("branch") + Input("residual")))
 ADD_LAYER_NORM = Call("layer_norm", STREAM, Option("weight"), Option("bias"), Option("eps"))
@@ -111,17 +115,17 @@ def _columns(match: Match, x: str = "x") -> Any:
     return match.fake(x if match.bound.get("weight") is None else "weight").shape[-1]
 
 
-def _unfit(match: Match, *names: str) -> str | None:
+def _unfit(match: Match, *names: str, x: str = "x") -> str | None:
     """Why the vectors do not fit the rows."""
-    x = match.fake("x")
+    rows = match.fake(x)
     for name in names:
         vector = match.bound.get(name)
         if vector is None:
             continue
         shape = match.fake(name).shape
-        if len(shape) != 1 or not isinstance(shape[0], int) or shape[0] != x.shape[-1]:
+        if len(shape) != 1 or not isinstance(shape[0], int) or shape[0] != rows.shape[-1]:
             return f"{name} is not one number per column"
-        if match.fake(name).dtype not in (x.dtype, torch.float32):
+        if match.fake(name).dtype not in (rows.dtype, torch.float32):
             return "the dtypes differ"
     return None
 
@@ -260,6 +264,41 @@ def _added(match: Match, function: Any, *bias: Any) -> Replacement:
     return Replacement(function, (bound["branch"], bound["residual"], _weight(match, "summed"), *bias), options)
 
 
+def _rounded(centred: bool) -> Callable[[Match], Replacement | str]:
+    """A norm in float32 whose result autocast rounds for products, and the addition before it."""
+
+    def replace(match: Match) -> Replacement | str:
+        bound, name = match.bound, "summed" if "summed" in match.bound else "x"
+        rows, roundings = match.fake(name), match.roundings(NARROW)
+        if not roundings or not rows.dtype is match.dtype is torch.float32 or not is_rounded_here(rows):
+            return ""
+        if (reason := _unfit(match, "weight", "bias", x=name)) is not None:
+            return reason
+        vectors = [match.shape(bound.get(vector)) for vector in ("weight", "bias")]
+        if any(vector is not None and vector.dtype is not torch.float32 for vector in vectors):
+            return "the dtypes differ"
+        if not isinstance(_columns(match, name), int):
+            return "the number of its columns is a symbol"
+        branch, residual, p = bound.get("branch", bound.get("x")), bound.get("residual"), bound.get("p", 0.0)
+        if residual is not None:
+            if match.shape(residual).dtype is NARROW and "p" not in bound:
+                branch, residual = residual, branch
+            if match.shape(branch).dtype not in (NARROW, torch.float32):
+                return "the dtypes differ"
+            if match.shape(residual).dtype is not torch.float32:
+                return "the dtypes differ"
+            if not all(str(match.shape(x).shape) == str(rows.shape) for x in (branch, residual)):
+                return "a summand broadcasts"
+        least = MIN_DROPPED if "p" in bound or (match.trains and not centred) else MIN_ROUNDED
+        if match.is_auto and match.size(*rows.shape) < least:
+            return SMALL
+        kind = RoundedNorm(centred, wide=len(roundings) < len(match.root.users))
+        values = (branch, residual, _weight(match, name), bound.get("bias"), bound["eps"], p)
+        return Replacement(kind, values, rounded=NARROW)
+
+    return replace
+
+
 PATTERNS: tuple[Any, ...] = (
     Pattern("layer_norm", LAYER_NORM, _layer_norm),
     Pattern("layer_norm", SCALED_LAYER_NORM, _scaled(_layer_norm)),
@@ -272,4 +311,8 @@ PATTERNS: tuple[Any, ...] = (
     Pattern("std_norm", STD_NORM, _std_norm),
     Pattern("add_layer_norm", ADD_LAYER_NORM, _add_layer_norm, shared="summed"),
     Pattern("add_rms_norm", ADD_RMS_NORM, _add_rms_norm, shared="summed"),
+    Pattern("rounded_norm", ADD_LAYER_NORM, _rounded(True), shared="summed"),
+    Pattern("rounded_norm", ADD_RMS_NORM, _rounded(False), shared="summed"),
+    Pattern("rounded_norm", LAYER_NORM_CALL, _rounded(True)),
+    Pattern("rounded_norm", RMS_NORM_CALL, _rounded(False)),
 )

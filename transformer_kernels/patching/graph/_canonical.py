@@ -152,16 +152,16 @@ class Canonical:
     def replace(self, old: fx.Node, new: fx.Node, expression: Expr) -> None:
         """Every expression of `old` is one of `new`, which computes `expression`."""
         self._replaced[old] = new
-        self._forget(new, REACH)
+        self.forget_users(new)
         self._known[new] = expression
         self._given.add(new)
 
-    def _forget(self, node: fx.Node, depth: int) -> None:
+    def forget_users(self, node: fx.Node, depth: int = REACH) -> None:
         """Drop cached expressions of the nodes that use a node, which may contain its old expression."""
         for user in node.users:
             if depth and user not in self._given:
                 self._known.pop(user, None)
-                self._forget(user, depth - 1)
+                self.forget_users(user, depth - 1)
 
     def _current(self, value: Any) -> Any:
         if isinstance(value, Expr):

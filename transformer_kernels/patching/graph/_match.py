@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from transformer_kernels.ops._pattern import FLOATING, HOLE, As, Call, Either, Input, Number, Option, Steps, Term
-from transformer_kernels.patching.graph._canonical import Canonical, Expr, fake, hint, is_tensor, number
+from transformer_kernels.patching.graph._canonical import Canonical, Expr, fake, hint, is_tensor, name_of, number
 
 COMMUTATIVE = ("add", "mul")
 DEFERRED = ("permute", "unsqueeze", "not", "mul", "div")
@@ -19,6 +19,12 @@ DEFERRED = ("permute", "unsqueeze", "not", "mul", "div")
 
 TRANSPARENT = ("id", "cast")
 """Operations that are looked through: casts between floating dtypes and the identity."""
+
+
+PRODUCTS = ("linear", "matmul", "addmm", "baddbmm", "scaled_dot_product_attention", "conv1d", "conv2d", "conv3d")
+"""Operators whose operands autocast rounds."""
+
+CASTS = ("to", "type_as", "type", "bfloat16", "half")
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,16 @@ class Found:
 
     def size(self, *sizes: Any) -> int:
         return math.prod(hint(size) for size in sizes)
+
+    def roundings(self, dtype: torch.dtype) -> list[fx.Node]:
+        """The users of the result that round it to `dtype`: casts, and operators whose operands autocast casts."""
+        users = [user for user in self.root.users if is_tensor(user) and fake(user).dtype is dtype is not self.dtype]
+        return [user for user in users if name_of(user) in PRODUCTS or is_cast(user)]
+
+
+def is_cast(node: fx.Node) -> bool:
+    """Whether a node does nothing but to change the dtype of its input."""
+    return name_of(node) in CASTS and fake(node.args[0]).device == fake(node).device
 
 
 def shape_of(value: Any) -> Any:

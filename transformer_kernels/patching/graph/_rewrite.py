@@ -22,7 +22,7 @@ from transformer_kernels.patching.graph._checkpoint import checkpointed_parts
 from transformer_kernels.patching.graph._constants import DETERMINISTIC, Constants, Stored
 from transformer_kernels.patching.graph._encoder_layer import PATTERNS as ENCODER_LAYERS
 from transformer_kernels.patching.graph._equal import forget_values, merge_equal
-from transformer_kernels.patching.graph._match import TRANSPARENT, Found, Matcher, shape_of
+from transformer_kernels.patching.graph._match import TRANSPARENT, Found, Matcher, is_cast, shape_of
 from transformer_kernels.patching.graph._multi_head import PATTERNS as MULTI_HEAD
 from transformer_kernels.patching.graph._rules import OVERRIDES, RULES
 from transformer_kernels.patching.graph._unpad import maskings
@@ -146,7 +146,7 @@ class Rewriter:
                     self._replace(pattern, found, replacement)
                     return
                 reason = replacement
-        if reason is not None:
+        if reason:
             self.outcome.left[(pattern.operation, root.name)] = reason
 
     def _obstacle(self, pattern: Pattern, found: Found) -> str | None:
@@ -198,8 +198,11 @@ class Rewriter:
                 options["backend"] = self.backend
             new = self._call(replacement.function, args, options, place, fake(root))
             result = new
-            if isinstance(shared, fx.Node):
+            if replacement.rounded is not None:
+                result = self._rounded(found, replacement.rounded, new, place)
+            elif isinstance(shared, fx.Node):
                 result = self._call(operator.getitem, (new, 0), {}, place, fake(root))
+            if isinstance(shared, fx.Node):
                 second = self._call(operator.getitem, (new, 1), {}, place, fake(shared))
                 shared.replace_all_uses_with(second)
                 self.canonical.replace(shared, second, Expr("opaque", ()))
@@ -217,6 +220,20 @@ class Rewriter:
             if node in self.own:  # a part that was an operation of its own
                 self.outcome.count(self.own[node][1], -1)
         self.outcome.left.pop((pattern.operation, root.name), None)
+
+    def _rounded(self, found: Found, dtype: torch.dtype, new: fx.Node, place: fx.Node) -> fx.Node:
+        """The first result of `new`; the users of the match that round it receive the third one."""
+        root = found.root
+        narrow = self._call(operator.getitem, (new, 2), {}, place, fake(root).to(dtype))
+        for user in found.roundings(dtype):
+            if is_cast(user):
+                user.replace_all_uses_with(narrow)
+                self.canonical.replace(user, narrow, Expr("opaque", ()))
+                self.graph.erase_node(user)
+            else:
+                user.replace_input_with(root, narrow)
+        self.canonical.forget_users(narrow)
+        return self._call(operator.getitem, (new, 0), {}, place, fake(root)) if root.users else narrow
 
     def _moves(self, replacement: Replacement, place: fx.Node) -> bool:
         """Move the nodes that compute the arguments before `place`; False if they depend on it or may not move."""
