@@ -190,12 +190,27 @@ def test_which_products_under_autocast_are_ours(monkeypatch: pytest.MonkeyPatch)
     with torch.autocast("cpu", torch.bfloat16):
         assert _products.linear_is_ours(x, weight, "auto") and _products.linear_is_ours(x.bfloat16(), weight, "auto")
         assert not [name for name, case in cases.items() if _products.linear_is_ours(*case, "auto")]
-        with torch.no_grad():  # PyTorch's forward alone is the faster one
+        with torch.no_grad():  # PyTorch's forward alone is the faster one where MKL is not slow
             assert not _products.linear_is_ours(x, weight, "auto")
         monkeypatch.setattr(linear_cpu, "processor", lambda kernels: "AMX")
         assert not _products.linear_is_ours(x, weight, "auto")
     with torch.autocast("cpu", torch.float16):
         assert not _products.linear_is_ours(x, weight, "auto")
+
+
+def test_which_products_without_gradients_under_autocast_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_cpu, "processor", lambda kernels: "AMD")
+    linear_cpu.few_rows.cache_clear()
+    rows = _products.MIN_ROWS_ALONE_UNDER_AUTOCAST
+    x, weight = torch.randn(rows, 128), torch.randn(256, 128)
+    try:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            assert _products.linear_is_ours(x, weight, "auto") and _products.linear_is_ours(
+                x.bfloat16(), weight, "auto"
+            )
+            assert not _products.linear_is_ours(x[1:], weight, "auto")
+    finally:
+        linear_cpu.few_rows.cache_clear()
 
 
 @pytest.mark.parametrize(

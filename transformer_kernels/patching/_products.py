@@ -20,6 +20,9 @@ from transformer_kernels.patching._swap import Mixin, is_plain, parameters, swap
 MIN_PRODUCTS_BY_COLUMNS, MIN_ROWS_BY_COLUMNS = 3 << 19, 32
 """Multiplications and rows of x from which ours are faster with a weight (K, N), which is packed for any batch."""
 
+MIN_ROWS_ALONE_UNDER_AUTOCAST = 512
+"""Rows of x from which ours are faster without gradients in bfloat16, also where autocast has cached the weight."""
+
 OURS = ("cpu", "auto")
 """The backends that have these products."""
 
@@ -37,11 +40,12 @@ def are_ours(x: Tensor, weight: Tensor, backend: str | None) -> bool:
 
 
 def linear_is_ours(x: Tensor, weight: Tensor, backend: str | None) -> bool:
-    """Whether it multiplies x (..., K) by weight (N, K), in float32 or, with gradients, in autocast's bfloat16."""
+    """Whether it multiplies x (..., K) by weight (N, K), in float32 or in autocast's bfloat16."""
     if not _is_faster(x, weight, backend):
         return False
     known = autocast_dtype(x) is torch.bfloat16 and x.dtype in (torch.float32, torch.bfloat16)
-    return (_is_float32(x) or (known and torch.is_grad_enabled())) and _can_be_ours(x, weight)
+    known = known and (is_grad_enabled() or x.numel() >= MIN_ROWS_ALONE_UNDER_AUTOCAST * x.shape[-1])
+    return (_is_float32(x) or known) and _can_be_ours(x, weight)
 
 
 def _is_faster(x: Tensor, weight: Tensor, backend: str | None) -> bool:
