@@ -141,6 +141,9 @@ class Match(Protocol):
     def roundings(self, dtype: torch.dtype) -> list[Any]:
         """The users of the result that round it to `dtype`: casts, and operators whose operands autocast casts."""
 
+    def unrounded(self, value: Any) -> Any:
+        """What a cast to this value's dtype rounds, or the value."""
+
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the result."""
@@ -176,6 +179,7 @@ class Replacement(NamedTuple):
         expression: the result as a canonical operation, for later patterns.
         permuted: the order of axes in which the result is returned, or None.
         rounded: the dtype of a third result, the first one rounded, for the users that round it; or None.
+        dtype: of the result, where all users round it, or None.
     """
 
     function: Any
@@ -184,6 +188,7 @@ class Replacement(NamedTuple):
     expression: tuple[Any, ...] | None = None
     permuted: tuple[int, ...] | None = None
     rounded: torch.dtype | None = None
+    dtype: torch.dtype | None = None
 
 
 class Pattern(NamedTuple):

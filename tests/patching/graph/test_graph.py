@@ -18,6 +18,7 @@ from tests.support.handwritten import compare
 from tests.support.handwritten.attention import KEYS
 from transformer_kernels.backends import cpu
 from transformer_kernels.ops.activation._quick import quick_gelu
+from transformer_kernels.ops.rotary import _pattern as rotary_pattern
 from transformer_kernels.patching import graph
 from transformer_kernels.patching.graph import _rewrite
 
@@ -794,6 +795,77 @@ def test_norms_round_for_products_under_autocast(norm, first, dropout):
         for mine, theirs, reference in zip(gradients, wanted, exact, strict=True):
             assert mine.dtype is theirs.dtype
             assert (mine - reference).norm() <= 2 * (theirs - reference).norm() + 1e-6
+
+
+def errors_under_autocast(model, compiled, *inputs):
+    """For the result and each gradient: the dtypes, and the errors of a compiled model and of eager autocast."""
+    outcomes = []
+    for module, enabled in ((compiled, True), (model, True), (model, False)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            y = module(*inputs)
+        given = [x for x in (*inputs, *model.parameters()) if x.requires_grad]
+        grad = torch.linspace(-1, 1, y.numel()).view(y.shape).to(y.dtype)
+        outcomes.append((y, *torch.autograd.grad(y, given, grad)))
+    for mine, theirs, exact in zip(*outcomes, strict=True):
+        assert mine.dtype is theirs.dtype
+        yield (mine - exact).norm().item(), (theirs - exact).norm().item()
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, mask, padding):
+        super().__init__()
+        self.attention, self.mask, self.padding = nn.MultiheadAttention(64, 4), mask, padding
+
+    def forward(self, x):
+        return self.attention(x, x, x, attn_mask=self.mask, key_padding_mask=self.padding)[0]
+
+
+@pytest.mark.parametrize("masks", ("none", "float", "padding", "both"))
+def test_multi_head_attention_under_autocast(masks):
+    torch.manual_seed(0)
+    mask = nn.Transformer.generate_square_subsequent_mask(32) if masks in ("float", "both") else None
+    padding = (torch.arange(32) >= 28).repeat(8, 1) if masks in ("padding", "both") else None
+    padding = padding if mask is None or padding is None else torch.zeros(8, 32).masked_fill(padding, -math.inf)
+    model, x = SelfAttention(mask, padding), sample(32, 8, 64, dtype=torch.float32)
+    compiled = tk.compile(model)
+    for mine, theirs in errors_under_autocast(model, compiled, x):
+        assert mine <= 2 * theirs + 1e-6
+    assert compiled.report().matched["multi_head_attention"] == 1
+
+
+class CastLinear(nn.Linear):
+    """A layer that casts its parameters to the dtype of its input."""
+
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
+
+
+def test_products_read_parameters_that_are_cast_under_autocast():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(CastLinear(64, 64), CastLinear(64, 64)), sample(8, 64, 64, dtype=torch.float32)
+    compiled = tk.compile(model)
+    for mine, theirs in errors_under_autocast(model, compiled, x):
+        assert mine <= 1.1 * theirs + 1e-6
+    assert compiled.report().matched["linear"] == 2  # the second one reads bfloat16
+
+
+def test_rotated_queries_and_keys_are_rounded_once(monkeypatch):
+    angles = torch.arange(64.0)[:, None] * 10000.0 ** (-torch.arange(16) / 16)
+    cos, sin = torch.cat((angles, angles), 1).cos(), torch.cat((angles, angles), 1).sin()
+
+    def rotated(x):
+        first, second = x.chunk(2, -1)
+        return (x * cos + torch.cat((-second, first), -1) * sin).to(torch.bfloat16)
+
+    x, dtypes = sample(8, 8, 64, 32, dtype=torch.bfloat16), []
+    original = rotary_pattern.rotary
+    monkeypatch.setattr(rotary_pattern, "rotary", lambda *a, **k: (dtypes.append(a[0].dtype), original(*a, **k))[1])
+    compiled = tk.compile(rotated)
+    found, expected = compiled(x), rotated(x)
+    assert compiled.report().matched == {"rotary": 1} and dtypes == [torch.bfloat16]
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+    gradients = [torch.autograd.grad(y.float().square().sum(), x)[0] for y in (found, expected)]
+    torch.testing.assert_close(*gradients, rtol=2e-2, atol=2e-2)
 
 
 def test_a_norm_that_no_product_reads_is_not_rounded():

@@ -116,7 +116,7 @@ class Rotate(NamedTuple):
             first, second = pairs(x, x.shape[-1] // 2, self.interleaved)
             both = (-second, first)
             swapped = torch.stack(both, -1).flatten(-2) if self.interleaved else torch.cat(both, -1)
-            return x * cos + swapped * sin
+            return (x * cos + swapped * sin).to(self.dtype)
         x = x if x.dtype is self.dtype else x.to(self.dtype)
         heads = x if self.axis == 2 else x.transpose(1, 2)
         out = rotary(heads, heads[:, :0], *tables, interleaved=self.interleaved, backend=backend)[0]
@@ -135,9 +135,11 @@ def _replace(whole: bool, interleaved: bool, sign: float = 1.0) -> Any:
         axis = _axis_or_reason(match, x, cos)
         if isinstance(axis, str):
             return axis
-        rotate = Rotate(axis, interleaved, whole, sign, match.dtype)
+        rounded = x.dtype is not match.dtype and len(match.roundings(x.dtype)) == len(match.root.users)
+        dtype = x.dtype if rounded else match.dtype
+        rotate = Rotate(axis, interleaved, whole, sign, dtype)
         tables = Prepared(Tables(axis, whole, interleaved, sign), (bound["cos"], bound["sin"]))
-        return Replacement(rotate, (bound["x"], bound["cos"], bound["sin"], tables))
+        return Replacement(rotate, (bound["x"], bound["cos"], bound["sin"], tables), dtype=dtype)
 
     return replace
 

@@ -92,10 +92,17 @@ class Found:
         users = [user for user in self.root.users if is_tensor(user) and fake(user).dtype is dtype is not self.dtype]
         return [user for user in users if name_of(user) in PRODUCTS or is_cast(user)]
 
+    def unrounded(self, value: Any) -> Any:
+        """What a cast to this value's dtype rounds, or the value."""
+        rounded = isinstance(value, fx.Node) and value not in self.inner and is_cast(value) and is_tensor(value.args[0])
+        if not rounded or torch.promote_types(fake(value).dtype, fake(value.args[0]).dtype) is fake(value).dtype:
+            return value
+        return value.args[0]
+
 
 def is_cast(node: fx.Node) -> bool:
     """Whether a node does nothing but to change the dtype of its input."""
-    return name_of(node) in CASTS and fake(node.args[0]).device == fake(node).device
+    return name_of(node) in CASTS and is_tensor(node.args[0]) and fake(node.args[0]).device == fake(node).device
 
 
 def shape_of(value: Any) -> Any:

@@ -112,7 +112,7 @@ def _replace(match: Match) -> Replacement | str:
         return "its weights are used"
     if query.dim() != 3 or not match.has_kernel(query.dtype, *(match.fake(x).dtype for x in names)):
         return "its input is not (L, B, E) of a dtype with a kernel"
-    if torch.is_autocast_enabled(query.device.type):
+    if torch.is_autocast_enabled(query.device.type) and not (match.is_auto and query.is_cpu):
         return "autocast chooses its dtypes"
     if match.is_auto and match.size(*query.shape) < MIN_ELEMENTS:
         return "PyTorch's function is the faster one at this size"

@@ -196,7 +196,8 @@ class Rewriter:
             options = {name: self._argument(value, place) for name, value in replacement.options.items()}
             if self.backend is not None:
                 options["backend"] = self.backend
-            new = self._call(replacement.function, args, options, place, fake(root))
+            value = fake(root) if replacement.dtype is None else fake(root).to(replacement.dtype)
+            new = self._call(replacement.function, args, options, place, value)
             result = new
             if replacement.rounded is not None:
                 result = self._rounded(found, replacement.rounded, new, place)
