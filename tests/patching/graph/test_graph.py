@@ -868,6 +868,29 @@ def test_rotated_queries_and_keys_are_rounded_once(monkeypatch):
     torch.testing.assert_close(*gradients, rtol=2e-2, atol=2e-2)
 
 
+class Viewed(nn.Module):
+    """Norms whose results are read through views, by a product, and by an attention module."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms, self.layer = nn.ModuleList(nn.LayerNorm(64) for _ in range(2)), nn.Linear(64, 64)
+        self.attention = nn.MultiheadAttention(64, 4)
+
+    def forward(self, x):
+        x = x + self.layer(self.norms[0](x).transpose(0, 1).reshape(-1, 64)).view(x.shape)
+        y = self.norms[1](x)
+        return x + self.attention(y, y, y)[0]
+
+
+def test_norms_round_through_views_and_for_attention_modules():
+    torch.manual_seed(0)
+    model, x = Viewed(), sample(64, 32, 64, dtype=torch.float32)
+    compiled = tk.compile(model)
+    for mine, theirs in errors_under_autocast(model, compiled, x):
+        assert mine <= 2 * theirs + 1e-6
+    assert compiled.report().matched["rounded_norm"] == 2
+
+
 def test_a_norm_that_no_product_reads_is_not_rounded():
     model, x = nn.Sequential(nn.LayerNorm(64)), sample(8, 128, 64, dtype=torch.float32)
     compiled = tk.compile(model)

@@ -24,6 +24,7 @@ TRANSPARENT = ("id", "cast")
 PRODUCTS = ("linear", "matmul", "addmm", "baddbmm", "scaled_dot_product_attention", "conv1d", "conv2d", "conv3d")
 """Operators whose operands autocast rounds."""
 
+VIEWS = ("view", "reshape", "flatten", "transpose", "permute", "contiguous")
 CASTS = ("to", "type_as", "type", "bfloat16", "half")
 
 
@@ -88,9 +89,8 @@ class Found:
         return math.prod(hint(size) for size in sizes)
 
     def roundings(self, dtype: torch.dtype) -> list[fx.Node]:
-        """The users of the result that round it to `dtype`: casts, and operators whose operands autocast casts."""
-        users = [user for user in self.root.users if is_tensor(user) and fake(user).dtype is dtype is not self.dtype]
-        return [user for user in users if name_of(user) in PRODUCTS or is_cast(user)]
+        """The users of the result that round it to `dtype`: casts, operators whose operands autocast casts, views."""
+        return [] if self.dtype is dtype else [user for user in self.root.users if rounds_input(user, dtype)]
 
     def unrounded(self, value: Any) -> Any:
         """What a cast to this value's dtype rounds, or the value."""
@@ -98,6 +98,15 @@ class Found:
         if not rounded or torch.promote_types(fake(value).dtype, fake(value.args[0]).dtype) is fake(value).dtype:
             return value
         return value.args[0]
+
+
+def rounds_input(node: fx.Node, dtype: torch.dtype) -> bool:
+    """Whether a node rounds its input in float32 to `dtype`, or is a view of it that all users round."""
+    if name_of(node) in VIEWS and is_tensor(node):
+        return bool(node.users) and all(rounds_input(user, dtype) for user in node.users)
+    if getattr(node.target, "rounds_under_autocast", False):
+        return fake(node)[0].dtype is dtype  # type: ignore[no-any-return]
+    return is_tensor(node) and fake(node).dtype is dtype and (name_of(node) in PRODUCTS or is_cast(node))
 
 
 def is_cast(node: fx.Node) -> bool:

@@ -52,6 +52,9 @@ def multi_head_attention(
     return faster_linear(joined, out_weight, out_bias, backend), None
 
 
+multi_head_attention.rounds_under_autocast = True  # type: ignore[attr-defined]
+
+
 def _projected(
     query: Tensor, key: Tensor, value: Tensor, weight: Any, bias: Tensor | None, heads: int, backend: str | None
 ) -> tuple[Tensor, Tensor, Tensor]:

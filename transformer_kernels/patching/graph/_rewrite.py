@@ -22,7 +22,7 @@ from transformer_kernels.patching.graph._checkpoint import checkpointed_parts
 from transformer_kernels.patching.graph._constants import DETERMINISTIC, Constants, Stored
 from transformer_kernels.patching.graph._encoder_layer import PATTERNS as ENCODER_LAYERS
 from transformer_kernels.patching.graph._equal import forget_values, merge_equal
-from transformer_kernels.patching.graph._match import TRANSPARENT, Found, Matcher, is_cast, shape_of
+from transformer_kernels.patching.graph._match import TRANSPARENT, VIEWS, Found, Matcher, is_cast, shape_of
 from transformer_kernels.patching.graph._multi_head import PATTERNS as MULTI_HEAD
 from transformer_kernels.patching.graph._rules import OVERRIDES, RULES
 from transformer_kernels.patching.graph._unpad import maskings
@@ -233,8 +233,17 @@ class Rewriter:
                 self.graph.erase_node(user)
             else:
                 user.replace_input_with(root, narrow)
+                self._narrow_view(user, dtype)
         self.canonical.forget_users(narrow)
         return self._call(operator.getitem, (new, 0), {}, place, fake(root)) if root.users else narrow
+
+    def _narrow_view(self, node: fx.Node, dtype: torch.dtype) -> None:
+        """Change the dtype of a view, and of views of it."""
+        if name_of(node) in VIEWS:
+            node.meta["example_value"] = fake(node).to(dtype)
+            self.canonical.forget_users(node)
+            for user in node.users:
+                self._narrow_view(user, dtype)
 
     def _moves(self, replacement: Replacement, place: fx.Node) -> bool:
         """Move the nodes that compute the arguments before `place`; False if they depend on it or may not move."""
