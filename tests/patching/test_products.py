@@ -201,14 +201,13 @@ def test_which_products_under_autocast_are_ours(monkeypatch: pytest.MonkeyPatch)
 def test_which_products_without_gradients_under_autocast_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_cpu, "processor", lambda kernels: "AMD")
     linear_cpu.few_rows.cache_clear()
-    rows = _products.MIN_ROWS_ALONE_UNDER_AUTOCAST
-    x, weight = torch.randn(rows, 128), torch.randn(256, 128)
+    x, small, large = torch.randn(512, 128), torch.randn(256, 128), torch.randn(1024, 128)
     try:
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            assert _products.linear_is_ours(x, weight, "auto") and _products.linear_is_ours(
-                x.bfloat16(), weight, "auto"
-            )
-            assert not _products.linear_is_ours(x[1:], weight, "auto")
+            for rows, weight in ((64, small), (512, large)):
+                assert _products.linear_is_ours(x[:rows], weight, "auto")
+                assert _products.linear_is_ours(x[:rows].bfloat16(), weight, "auto")
+                assert not _products.linear_is_ours(x[1:rows], weight, "auto")
     finally:
         linear_cpu.few_rows.cache_clear()
 

@@ -20,8 +20,9 @@ from transformer_kernels.patching._swap import Mixin, is_plain, parameters, swap
 MIN_PRODUCTS_BY_COLUMNS, MIN_ROWS_BY_COLUMNS = 3 << 19, 32
 """Multiplications and rows of x from which ours are faster with a weight (K, N), which is packed for any batch."""
 
-MIN_ROWS_ALONE_UNDER_AUTOCAST = 512
-"""Rows of x from which ours are faster without gradients in bfloat16, also where autocast has cached the weight."""
+MIN_ROWS_ALONE_UNDER_AUTOCAST = ((1 << 16, 64), (1 << 62, 512))
+"""Elements of a weight, and rows of x from which ours are faster for it without gradients in bfloat16, or as fast where
+autocast has cached the weight."""
 
 OURS = ("cpu", "auto")
 """The backends that have these products."""
@@ -44,7 +45,9 @@ def linear_is_ours(x: Tensor, weight: Tensor, backend: str | None) -> bool:
     if not _is_faster(x, weight, backend):
         return False
     known = autocast_dtype(x) is torch.bfloat16 and x.dtype in (torch.float32, torch.bfloat16)
-    known = known and (is_grad_enabled() or x.numel() >= MIN_ROWS_ALONE_UNDER_AUTOCAST * x.shape[-1])
+    if known and not is_grad_enabled():
+        fewest = next(rows for elements, rows in MIN_ROWS_ALONE_UNDER_AUTOCAST if weight.numel() <= elements)
+        known = x.numel() >= fewest * x.shape[-1]
     return (_is_float32(x) or known) and _can_be_ours(x, weight)
 
 
