@@ -141,8 +141,8 @@ class Match(Protocol):
     def roundings(self, dtype: torch.dtype) -> list[Any]:
         """The users of the result that round it to `dtype`: casts, and operators whose operands autocast casts."""
 
-    def unrounded(self, value: Any) -> Any:
-        """What a cast to this value's dtype rounds, or the value."""
+    def uncast(self, value: Any) -> Any:
+        """What is cast to this value, or the value."""
 
     @property
     def dtype(self) -> torch.dtype:

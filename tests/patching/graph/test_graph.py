@@ -891,6 +891,29 @@ def test_norms_round_through_views_and_for_attention_modules():
     assert compiled.report().matched["rounded_norm"] == 2
 
 
+class CastNorm(nn.RMSNorm):
+    """A norm in float32 whose result has the dtype of its input."""
+
+    def forward(self, x):
+        return super().forward(x.to(torch.float32)).to(x.dtype)
+
+
+def test_norms_with_casts_around_them():
+    torch.manual_seed(0)
+    model = nn.Sequential(CastNorm(64), nn.Linear(64, 64), CastNorm(64), nn.Linear(64, 64))
+    compiled, x = tk.compile(model), sample(16, 64, 64, dtype=torch.float32)
+    graphs = []
+    original = _rewrite.rewrite
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graph, "rewrite", lambda module, *rest: (original(module, *rest), graphs.append(module))[0])
+        for mine, theirs in errors_under_autocast(model, compiled, x):
+            assert mine <= 2 * theirs + 1e-6
+    names = [node.target.__name__ for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert compiled.report().matched["rounded_norm"] == 2
+    assert names.count("rms_norm") == 1  # from bfloat16 to bfloat16
+    assert not any(node.op == "call_method" and node.args[0].op == "placeholder" for node in graphs[0].graph.nodes)
+
+
 def test_a_norm_that_no_product_reads_is_not_rounded():
     model, x = nn.Sequential(nn.LayerNorm(64)), sample(8, 128, 64, dtype=torch.float32)
     compiled = tk.compile(model)

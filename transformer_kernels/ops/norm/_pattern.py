@@ -293,6 +293,11 @@ def _rounded(centred: bool) -> Callable[[Match], Replacement | str]:
         if match.is_auto and match.size(*rows.shape) < least:
             return SMALL
         kind = RoundedNorm(centred, wide=len(roundings) < len(match.root.users))
+        source = branch if residual is not None else match.uncast(branch)
+        if not kind.wide and source is not branch and match.shape(source).dtype is NARROW:
+            function: Any = norm.layer_norm if centred else norm.rms_norm
+            parameters = (_weight(match), bound.get("bias"))[: 1 + centred]
+            return Replacement(function, (source, *parameters), {"eps": bound["eps"]}, dtype=NARROW)
         values = (branch, residual, _weight(match, name), bound.get("bias"), bound["eps"], p)
         return Replacement(kind, values, rounded=NARROW)
 

@@ -44,10 +44,11 @@ def _linear(match: Match) -> Replacement | str:
     values = (match.bound["x"], match.bound["weight"], match.bound["bias"])
     if weight.dim() != 2:
         return "its weight is not a matrix"
-    stored = tuple(match.unrounded(value) for value in values[1:])
+    stored = tuple(match.uncast(value) for value in values[1:])
     if not x.dtype is weight.dtype is match.dtype or (bias is not None and bias.dtype is not x.dtype):
         return _linear_under_autocast(match, values)
-    if stored != values[1:] and match.is_auto and torch.is_autocast_enabled("cpu") and x.is_cpu:
+    wide = all(value is None or match.shape(value).dtype is torch.float32 for value in stored)
+    if wide and stored != values[1:] and match.is_auto and torch.is_autocast_enabled("cpu") and x.is_cpu:
         return Replacement(autocast_linear, (values[0], *stored))  # it rounds the weight as it is packed
     if not match.is_auto:
         return Replacement(ops.linear, values) if match.has_kernel(x.dtype) else "its dtype has no kernel"

@@ -92,12 +92,9 @@ class Found:
         """The users of the result that round it to `dtype`: casts, operators whose operands autocast casts, views."""
         return [] if self.dtype is dtype else [user for user in self.root.users if rounds_input(user, dtype)]
 
-    def unrounded(self, value: Any) -> Any:
-        """What a cast to this value's dtype rounds, or the value."""
-        rounded = isinstance(value, fx.Node) and value not in self.inner and is_cast(value) and is_tensor(value.args[0])
-        if not rounded or torch.promote_types(fake(value).dtype, fake(value.args[0]).dtype) is fake(value).dtype:
-            return value
-        return value.args[0]
+    def uncast(self, value: Any) -> Any:
+        """What is cast to this value, or the value."""
+        return value.args[0] if isinstance(value, fx.Node) and is_cast(value) else value
 
 
 def rounds_input(node: fx.Node, dtype: torch.dtype) -> bool:

@@ -100,6 +100,7 @@ class Rewriter:
         forget_values(graph)
         name_assignments(graph, _regions(graph))
         self._erase([node for node in reversed(graph.nodes) if name_of(node) in UNUSED and not writes(node)])
+        _drop_casts(graph)
         self.regions = _regions(graph)
         self.writes = Writes(graph)
         merge_equal(graph, self.writes, self.regions)
@@ -389,6 +390,17 @@ def _nodes(value: Any) -> Iterator[fx.Node]:
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from _nodes(item)
+
+
+def _drop_casts(graph: fx.Graph) -> None:
+    """Remove casts to the dtype that a tensor has, which return the tensor itself."""
+    for node in list(graph.nodes):
+        if not is_cast(node) or fake(node).dtype is not fake(node.args[0]).dtype:
+            continue
+        others = [*node.args[1:], *node.kwargs.values()]
+        if not any(isinstance(value, (bool, torch.memory_format)) for value in others):  # no copy is asked for
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
 
 
 def _is_pure(node: fx.Node) -> bool:
