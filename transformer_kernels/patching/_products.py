@@ -45,10 +45,18 @@ def linear_is_ours(x: Tensor, weight: Tensor, backend: str | None) -> bool:
     if not _is_faster(x, weight, backend):
         return False
     known = autocast_dtype(x) is torch.bfloat16 and x.dtype in (torch.float32, torch.bfloat16)
-    if known and not is_grad_enabled():
-        fewest = next(rows for elements, rows in MIN_ROWS_ALONE_UNDER_AUTOCAST if weight.numel() <= elements)
-        known = x.numel() >= fewest * x.shape[-1]
+    known = known and (is_grad_enabled() or _has_rows_alone(x, weight))
     return (_is_float32(x) or known) and _can_be_ours(x, weight)
+
+
+def multiplies_under_autocast(x: Tensor, weight: Tensor, recorded: bool) -> bool:
+    """Whether the sizes of x (..., K) and weight (N, K) are ours within autocast, which is entered."""
+    return linear_cpu.multiplies(x, weight, recorded) and (recorded or _has_rows_alone(x, weight))
+
+
+def _has_rows_alone(x: Tensor, weight: Tensor) -> bool:
+    fewest = next(rows for elements, rows in MIN_ROWS_ALONE_UNDER_AUTOCAST if weight.numel() <= elements)
+    return x.numel() >= fewest * x.shape[-1]
 
 
 def _is_faster(x: Tensor, weight: Tensor, backend: str | None) -> bool:

@@ -20,6 +20,7 @@ from transformer_kernels.backends import cpu
 from transformer_kernels.ops.activation._quick import quick_gelu
 from transformer_kernels.ops.rotary import _pattern as rotary_pattern
 from transformer_kernels.patching import graph
+from transformer_kernels.patching._products import multiplies_under_autocast
 from transformer_kernels.patching.graph import _rewrite
 
 ROOT = Path(__file__).parents[3]
@@ -730,12 +731,13 @@ def test_checkpointing_recomputes():
 
 @pytest.mark.parametrize("backend", ("torch", None))
 def test_autocast_has_the_dtypes_of_eager(backend):
-    model, x = Block(), sample(2, 8, 16, dtype=torch.float32)
+    model, x = Block(), sample(64, 8, 16, dtype=torch.float32)
     compiled = tk.compile(model, backend=backend)
     with torch.autocast("cpu", torch.bfloat16):
         expected, found = model(x), compiled(x)
+        ours = multiplies_under_autocast(x, torch.empty(16, 16), True)
     assert found.dtype is expected.dtype
-    assert ("linear" in compiled.report().matched) is (backend is None)
+    assert ("linear" in compiled.report().matched) is (backend is None and ours)
     torch.testing.assert_close(found, expected, rtol=5e-2, atol=5e-2)
 
 
@@ -846,7 +848,18 @@ def test_products_read_parameters_that_are_cast_under_autocast():
     compiled = tk.compile(model)
     for mine, theirs in errors_under_autocast(model, compiled, x):
         assert mine <= 1.1 * theirs + 1e-6
-    assert compiled.report().matched["linear"] == 2  # the second one reads bfloat16
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = multiplies_under_autocast(x, model[0].weight, True)
+    assert compiled.report().matched.get("linear", 0) == 2 * ours  # the second one reads bfloat16
+
+
+def test_products_that_are_small_under_autocast_stay_pytorchs():
+    layer = nn.Linear(64, 64)
+    compiled = tk.compile(layer)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        x = torch.randn(8, 64)
+        torch.testing.assert_close(compiled(x), layer(x), rtol=0, atol=0)
+    assert "linear" not in compiled.report().matched
 
 
 def test_rotated_queries_and_keys_are_rounded_once(monkeypatch):

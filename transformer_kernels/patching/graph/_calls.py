@@ -20,7 +20,12 @@ from transformer_kernels.ops._pattern import As, Call, Input, Match, Number, Opt
 from transformer_kernels.ops.attention._pattern import grouped
 from transformer_kernels.ops.linear._cpu import multiplies
 from transformer_kernels.patching import _torch_calls as calls
-from transformer_kernels.patching._products import by_columns, faster_linear, is_large_by_columns
+from transformer_kernels.patching._products import (
+    by_columns,
+    faster_linear,
+    is_large_by_columns,
+    multiplies_under_autocast,
+)
 from transformer_kernels.patching.graph._canonical import is_plain, same_shape
 
 X = Input("x")
@@ -47,9 +52,10 @@ def _linear(match: Match) -> Replacement | str:
     stored = tuple(match.uncast(value) for value in values[1:])
     if not x.dtype is weight.dtype is match.dtype or (bias is not None and bias.dtype is not x.dtype):
         return _linear_under_autocast(match, values)
-    wide = all(value is None or match.shape(value).dtype is torch.float32 for value in stored)
-    if wide and stored != values[1:] and match.is_auto and torch.is_autocast_enabled("cpu") and x.is_cpu:
-        return Replacement(autocast_linear, (values[0], *stored))  # it rounds the weight as it is packed
+    if stored != values[1:] and all(value is None or match.shape(value).dtype is torch.float32 for value in stored):
+        found = _linear_under_autocast(match, (values[0], *stored))  # which rounds the weight as it is packed
+        if isinstance(found, Replacement):
+            return found
     if not match.is_auto:
         return Replacement(ops.linear, values) if match.has_kernel(x.dtype) else "its dtype has no kernel"
     return _faster_linear(match, x, weight, values)
@@ -66,6 +72,9 @@ def _faster_linear(match: Match, x: Any, weight: Any, values: tuple[Any, ...]) -
 def _linear_under_autocast(match: Match, values: tuple[Any, ...]) -> Replacement | str:
     if not torch.is_autocast_enabled("cpu") or not match.is_auto or not match.fake("x").is_cpu:
         return "the dtypes differ"
+    x, weight = match.fake("x"), match.shape(values[1])
+    if _is_static(x, weight) and not multiplies_under_autocast(x, weight, match.trains):
+        return FASTER
     return Replacement(autocast_linear, values)
 
 
