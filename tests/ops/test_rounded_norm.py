@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
 
 from transformer_kernels.backends import cpu
 from transformer_kernels.graphs import graphed
@@ -104,3 +105,11 @@ def test_a_recorded_step_has_the_bits_of_an_eager_one():
         found = recorded(x, residual)
     for y, reference in zip(found, expected, strict=True):
         torch.testing.assert_close(y, reference, rtol=0, atol=0)
+
+
+def test_tensors_without_values_have_the_shapes_and_dtypes():
+    with FakeTensorMode() as mode:
+        given = [mode.from_tensor(value) for value in case(torch.bfloat16, True)]
+        y, summed, narrow = RoundedNorm(True, True)(*given, EPS)
+    assert {y.shape, summed.shape, narrow.shape} == {given[0].shape}
+    assert (y.dtype, summed.dtype, narrow.dtype) == (torch.float32, torch.float32, torch.bfloat16)

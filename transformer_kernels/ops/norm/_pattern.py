@@ -281,8 +281,6 @@ def _rounded(centred: bool) -> Callable[[Match], Replacement | str]:
             return "the number of its columns is a symbol"
         branch, residual, p = bound.get("branch", bound.get("x")), bound.get("residual"), bound.get("p", 0.0)
         if residual is not None:
-            if match.shape(residual).dtype is NARROW and "p" not in bound:
-                branch, residual = residual, branch
             if match.shape(branch).dtype not in (NARROW, torch.float32):
                 return "the dtypes differ"
             if match.shape(residual).dtype is not torch.float32:
