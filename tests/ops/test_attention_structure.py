@@ -130,9 +130,13 @@ def test_one_hole_in_causality_is_left_and_a_hidden_last_key_is_a_range():
 @pytest.mark.parametrize(
     "change", [lambda x: x.mT.contiguous().mT, lambda x: x[:, :], lambda x: x.expand(2, 1, -1, -1)]
 )
-def test_layouts(change):
+@pytest.mark.parametrize("default", ["cpu", "meta"])
+def test_layouts(change, default):
+    """Read into memory of the CPU, whatever the default device is."""
     shape = (2, 3, 64, 64)
-    structure = structure_of(change(made(("causal, top-left",), shape)), shape)
+    mask = change(made(("causal, top-left",), shape))
+    with torch.device(default):
+        structure = structure_of(mask, shape)
     assert structure is not None
     assert structure[:3] == (True, None, None)
 

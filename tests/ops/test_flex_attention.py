@@ -255,6 +255,20 @@ def test_masks(name):
     check(lambda **x: tk.flex_attention(**x, block_mask=made), lambda **x: dense(**x, mask=mask), operands())
 
 
+@pytest.mark.parametrize("name", MODS)
+def test_positions_are_never_on_the_default_device(name):
+    captured = [seeded(*shape, seed=1) for shape in MODS[name].captured.values()]
+    given, made = operands(), block_mask(MASKS["dilated window"][0])
+
+    def result(default):
+        with torch.device(default):
+            return tk.flex_attention(**given, score_mod=MODS[name].made(*captured), block_mask=made)
+
+    expected = result("cpu")
+    _mods._remembered.clear()
+    assert torch.equal(result("meta"), expected)
+
+
 @pytest.mark.parametrize("masked", [False, True], ids=["alone", "dilated and causal"])
 @pytest.mark.parametrize("name", MODS)
 def test_score_mods(name, masked):

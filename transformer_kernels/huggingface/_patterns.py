@@ -171,7 +171,7 @@ def _bounds(reach: _Reach, batch: int, length: int) -> Tensor | None:
         return None
     if positions is not None and positions.shape != (batch, length):
         return None
-    begins = torch.ones(batch, length, dtype=torch.bool)  # where a sequence begins
+    begins = torch.ones_like(sequences, dtype=torch.bool)  # where a sequence begins
     begins[:, 1:] = sequences.diff() != 0 if positions is None else positions.diff() != 1
     if not torch.equal(sequences - sequences[:, :1], begins.cumsum(1) - 1):
         return None

@@ -111,7 +111,7 @@ def dropped_in(seed: Tensor, p: float, region: Region) -> Tensor:
     group, row, head = (torch.arange(count, device=seed.device) for count in counts)
     counters = group + first_column // 8, row[:, None] + first, head[:, None, None] + first_head
     words = _philox(_keys(seed & WORD, seed >> 32), *counters, _mixed_out_of_place)
-    shifted = torch.broadcast_tensors(*(torch.as_tensor(word) >> shift & 0xFFFF for word in words for shift in (0, 16)))
+    shifted = torch.broadcast_tensors(*(word >> shift & 0xFFFF for word in words for shift in (0, 16)))
     return (torch.stack(shifted, dim=-1) < keep_threshold(p)).flatten(-2)[..., skipped : skipped + columns]
 
 
@@ -164,8 +164,8 @@ def _philox_below(keys: list, c0: Tensor, c1: Tensor, c2: Tensor, threshold: int
     """
     halves = out.view(*out.shape[:-1], -1, 8)
     for i, word in enumerate(_philox(keys, c0, c1, c2, _mixed)):
-        torch.lt(torch.as_tensor(word & 0xFFFF), threshold, out=halves[..., 2 * i])
-        torch.lt(torch.as_tensor(word >> 16 & 0xFFFF), threshold, out=halves[..., 2 * i + 1])
+        torch.lt(word & 0xFFFF, threshold, out=halves[..., 2 * i])
+        torch.lt(word >> 16 & 0xFFFF, threshold, out=halves[..., 2 * i + 1])
 
 
 def _philox(keys: list, c0: Tensor, c1: Tensor, c2: Tensor, mixed: Callable[..., Tensor]) -> tuple[Tensor, ...]:
@@ -176,7 +176,8 @@ def _philox(keys: list, c0: Tensor, c1: Tensor, c2: Tensor, mixed: Callable[...,
         c0 = mixed(product1 >> 32, c1, key0)
         c2 = mixed(product0 >> 32, c3, key1)
         c1, c3 = product1, product0
-    return c0, c1, c2, torch.as_tensor(c3)
+    assert isinstance(c3, Tensor)
+    return c0, c1, c2, c3
 
 
 def _mixed_out_of_place(high: Tensor, other: Tensor | int, key: Tensor | int) -> Tensor:

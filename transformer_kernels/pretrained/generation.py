@@ -123,8 +123,9 @@ def generate_many(
     model.eval()
     generators = [torch.Generator().manual_seed(sampling.seed + row) for row in range(len(prompts))]
     longest = max(map(len, prompts))
-    tokens = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])  # (B, longest)
-    real = torch.arange(longest) >= torch.tensor([[longest - len(prompt)] for prompt in prompts])
+    padded = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+    tokens = torch.tensor(padded, device="cpu")  # (B, longest)
+    real = torch.arange(longest, device="cpu") >= tokens.new_tensor([[longest - len(prompt)] for prompt in prompts])
     if graphs is None:
         graphs = _graphs_for(model, device)
     reader = _Reader(model, context, device, longest + count, graphs)
@@ -137,8 +138,8 @@ def generate_many(
             if sampling.repetition_penalty != 1.0:
                 scores = penalised(scores, tokens[row][real[row]], sampling.repetition_penalty)
             choices.append(Choice(draw(scores, sampling, generator), logits[row].softmax(-1)))
-        tokens = torch.cat((tokens, torch.tensor([[choice.token] for choice in choices])), 1)
-        real = torch.cat((real, torch.ones(len(prompts), 1, dtype=torch.bool)), 1)
+        tokens = torch.cat((tokens, tokens.new_tensor([[choice.token] for choice in choices])), 1)
+        real = torch.cat((real, real.new_ones(len(prompts), 1)), 1)
         yield choices
         ended = [before or choice.token in ends for before, choice in zip(ended, choices, strict=True)]
         if all(ended):

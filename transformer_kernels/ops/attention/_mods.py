@@ -283,7 +283,7 @@ def _where(dtype: Any, shown: Any, a: Any, b: Any) -> Form:
     def either(x: Any, y: Any) -> Any:
         if x is y or (isinstance(x, float) and isinstance(y, float) and x == y):
             return x
-        first, second = (z if isinstance(z, Tensor) else torch.tensor(z, dtype=dtype) for z in (x, y))
+        first, second = (z if isinstance(z, Tensor) else torch.tensor(z, dtype=dtype, device="cpu") for z in (x, y))
         return torch.where(shown, first, second)
 
     return a._replace(factor=either(a.factor, b.factor), bias=either(a.bias, b.bias))
@@ -330,7 +330,7 @@ def form_of(score_mod: Callable[..., Any], positions: tuple[Tensor, ...], dtype:
 
     def traced(*indices: Tensor) -> tuple[Tensor, ...]:
         nonlocal found
-        score = score_mod(_Score.of(Form(), torch.zeros((), dtype=dtype)), *indices)
+        score = score_mod(_Score.of(Form(), positions[0].new_zeros((), dtype=dtype)), *indices)
         if not isinstance(score, _Score):
             raise Unknown("it does not return a function of the score")
         found = score.form

@@ -203,10 +203,10 @@ def _read(mask: Tensor, shape: Shape) -> Structure | None:
     mask = mask[tuple(slice(0, 1 if stride == 0 else None) for stride in mask.stride()[:3])]
     mask = mask if mask.stride(3) == 1 or keys == 1 else mask.contiguous()
     batch, heads, queries, _ = mask.shape
-    ranges = torch.empty((batch, heads, queries, 2), dtype=torch.int32)
-    columns = torch.empty((batch, keys), dtype=torch.bool)
-    work = torch.empty(2 * batch * heads * queries, dtype=torch.int64)
-    found = torch.empty(6, dtype=torch.int64)
+    ranges = mask.new_empty((batch, heads, queries, 2), dtype=torch.int32)
+    columns = mask.new_empty((batch, keys), dtype=torch.bool)
+    work = mask.new_empty(2 * batch * heads * queries, dtype=torch.int64)
+    found = mask.new_empty(6, dtype=torch.int64)
     strides = (stride if size > 1 else 0 for size, stride in zip(mask.shape[:3], mask.stride()[:3], strict=True))
     addresses = ranges.data_ptr(), columns.data_ptr(), work.data_ptr(), found.data_ptr()
     module.mask_ranges(mask.element_size(), mask.data_ptr(), *mask.shape, *strides, *addresses)

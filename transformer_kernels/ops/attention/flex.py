@@ -169,7 +169,7 @@ def _check_results(return_lse: bool, return_aux: Any) -> None:
 
 
 def _positions(shape: Shape) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    batch, heads, queries, keys = (torch.arange(size) for size in shape)
+    batch, heads, queries, keys = (torch.arange(size, device="cpu") for size in shape)
     return batch, heads, queries, keys
 
 
@@ -195,7 +195,7 @@ def _in_mask(blocks: Tensor, size: tuple[int, int], shape: Shape) -> Tensor:
     for axis in (0, 1):  # where they repeat, as in masks that are made for each head
         first = blocks.narrow(axis, 0, 1)
         blocks = first if reads_values() and (blocks == first).all() else blocks
-    rows, columns = (torch.arange(length) // step for length, step in zip(shape[2:], size, strict=True))
+    rows, columns = (positions // step for positions, step in zip(_positions(shape)[2:], size, strict=True))
     return blocks.bool()[..., rows[:, None], columns]
 
 
@@ -227,7 +227,7 @@ def _effect(score_mod: Callable[..., Tensor], mask: Tensor | None, shape: Shape,
         if hidden_by is not None and mask is not None:
             hidden_by = mask & hidden_by
         if isinstance(bias, Tensor) or bias != 0.0:
-            bias = torch.as_tensor(bias, dtype=dtype)
+            bias = torch.as_tensor(bias, dtype=dtype, device="cpu")
             bias = bias[(None,) * (4 - bias.dim())]
             slopes = _slopes(bias, mask if hidden_by is None else hidden_by, shape)
         else:
@@ -248,10 +248,11 @@ def _slopes(bias: Tensor, mask: Tensor | None, shape: Shape) -> Tensor | None:
         return None
     if tuple(bias.shape[2:]) != (length, length) or length == 1:
         return None
-    distance = (torch.arange(length)[:, None] - torch.arange(length)).abs_()
+    positions = torch.arange(length, device="cpu")
+    distance = (positions[:, None] - positions).abs_()
     hidden = None
     if mask is not None and mask.shape[2:] == bias.shape[2:] and not mask.triu(1).any():
-        hidden = torch.ones(length, length, dtype=torch.bool).triu_(1)
+        hidden = distance.new_ones(length, length, dtype=torch.bool).triu_(1)
     slopes = -bias[:, :, 1, 0]
     if not torch.equal(bias[:, :, -1], -slopes[..., None] * distance[-1]):
         return None
