@@ -213,6 +213,22 @@ def test_errors_are_torchs() -> None:
         assert str(mine.value) == str(theirs.value)
 
 
+@pytest.mark.skipif("cpu" not in BACKENDS, reason="the CPU kernels are not built")
+@pytest.mark.parametrize("options", [{"label_smoothing": -0.1}, {"label_smoothing": 1.5}, {"weight": torch.ones(7)}])
+def test_auto_leaves_what_the_operations_refuse(options: dict[str, Any]) -> None:
+    """PyTorch accepts it, or raises an error of its own."""
+    logits, targets = torch.randn(512, 512, requires_grad=True), torch.arange(512)
+    results = []
+    for block in (nullcontext(), tk.accelerate()):
+        with block:
+            try:
+                results.append(F.cross_entropy(logits, targets, **options).item())
+            except RuntimeError as error:
+                results.append(str(error))
+    assert results[0] == results[1]
+    assert "does not accept" in block.report().left[0].reason
+
+
 def test_options_without_a_counterpart() -> None:
     x, out = leaf(4, 9).detach(), torch.empty(4, 9, dtype=torch.float64)
     with tk.accelerate(backend="torch") as block:

@@ -29,6 +29,7 @@ from transformer_kernels.patching._torch_calls import (
     FASTER,
     FLEX,
     FUNCTIONS,
+    REFUSED,
     VARLEN,
     Handler,
     flex_attention,
@@ -177,9 +178,11 @@ class Acceleration:
             return rerouted.original(*args, **kwargs)
         try:
             result = rerouted.handler(backend, *args, **kwargs)
-        except TypeError:
+        except (TypeError, ValueError):
             if not _binds(rerouted.handler, backend, args, kwargs):
                 result = "it has arguments such as out="
+            elif backend == "auto" and rerouted.small is not None:
+                result = REFUSED
             else:
                 raise
         if isinstance(result, str):

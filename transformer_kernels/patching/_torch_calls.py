@@ -32,6 +32,7 @@ REDUCTIONS = ("none", "mean", "sum")
 """By the number that torch's functions pass on."""
 
 AUTOCAST = "autocast chooses the dtype of its result"
+REFUSED = "this package's operation does not accept its arguments"
 FASTER = "PyTorch computes calls of this size in less time"
 
 
@@ -398,6 +399,17 @@ def _padding(mask: Tensor, batch: int, keys: int) -> Tensor | None:
 
 
 Handler = Callable[..., Any]
+
+
+def attempted(handler: Handler, backend: str, *args: Any, **kwargs: Any) -> Any:
+    """The handler's result. What it refuses under "auto" is PyTorch's, with the error that callers handle."""
+    try:
+        return handler(backend, *args, **kwargs)
+    except (TypeError, ValueError):
+        if backend != "auto":
+            raise
+        return REFUSED
+
 
 FUNCTIONS: tuple[tuple[Any, str, str, Handler], ...] = (
     (torch.nn.functional, "scaled_dot_product_attention", "attention", attention),

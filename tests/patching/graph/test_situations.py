@@ -348,3 +348,16 @@ def test_two_compilations_of_models_of_transformers_serve_all_lengths(family):
         tokens = torch.randint(50, (2, length))
         compiled(input_ids=tokens, labels=tokens)
     assert compiled.report().graphs == 2
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: nn.functional.cross_entropy(x.flatten(0, 2), torch.arange(512), label_smoothing=-0.1),
+        lambda x: nn.functional.scaled_dot_product_attention(x, x, x, scale=math.inf),
+    ],
+    ids=["smoothing", "scale"],
+)
+def test_numbers_that_the_operations_refuse_are_pytorchs(function):
+    x = torch.randn(2, 4, 64, 512, requires_grad=True)
+    torch.testing.assert_close(tk.compile(function)(x), function(x), rtol=0, atol=0, equal_nan=True)

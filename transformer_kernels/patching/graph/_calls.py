@@ -5,6 +5,7 @@ What the sizes decide is decided then, unless a size is a symbol: then the funct
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -132,7 +133,7 @@ def _handled(handler: Callable[..., Tensor | str], original: Callable[..., Tenso
     """A function that asks a handler of `accelerate` and calls torch's function where the handler leaves the call."""
 
     def function(*arguments: Any, backend: str = "auto", **options: Any) -> Tensor:
-        result = handler(backend, *arguments, **options)
+        result = calls.attempted(handler, backend, *arguments, **options)
         return original(*arguments, **options) if isinstance(result, str) else result
 
     function.__name__ = original.__name__
@@ -147,7 +148,8 @@ def _needs_no_handler(match: Match, grouped: bool) -> bool:
     """Whether a call without a mask is our `attention` of the same arguments, whatever their values."""
     tensors = [match.fake(name) for name in "qkv"]
     p, causal, scale = (match.bound[name] for name in ("p", "causal", "scale"))
-    known = isinstance(causal, bool) and isinstance(p, float) and (scale is None or isinstance(scale, float))
+    finite = scale is None or (isinstance(scale, float) and math.isfinite(scale))
+    known = finite and isinstance(causal, bool) and isinstance(p, float)
     if not known or not _is_static(*tensors) or not all(map(is_plain, tensors)):
         return False
     q, k, v = tensors
@@ -179,7 +181,7 @@ def cross_entropy(
     backend: str = "auto",
 ) -> Tensor:  # fmt: skip
     index = calls.REDUCTIONS.index(reduction)
-    result = calls.cross_entropy(backend, x, target, weight, index, ignored, smoothing)
+    result = calls.attempted(calls.cross_entropy, backend, x, target, weight, index, ignored, smoothing)
     if not isinstance(result, str):
         return result
     return F.cross_entropy(x, target, weight, ignore_index=ignored, reduction=reduction, label_smoothing=smoothing)
