@@ -642,3 +642,14 @@ def test_sizes_that_are_left_without_a_look_at_the_rest(monkeypatch: pytest.Monk
     assert not _torch_calls.is_left("gelu", (), {"input": x})
     _crossovers.of_pytorch.cache_clear()
     _torch_calls.left_below.cache_clear()
+
+
+def test_products_that_save_less_than_the_checks_of_a_call_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of weights in memory, not in bfloat16, and not where every product is ours."""
+    x = torch.randn(64, 128)
+    cases = (32, 64, 1023, True), (32, 64, 1024, False), (8, 16, 2047, True), (8, 16, 2048, False), (0, 1, 8, False)
+    for fewest, rows, columns, left in cases:
+        monkeypatch.setattr(_torch_calls.linear_cpu, "few_rows", lambda *_, fewest=fewest: fewest)
+        assert _torch_calls.is_left("linear", (x[:rows], torch.empty(columns, 128)), {}) is left
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not _torch_calls.is_left("linear", (x, torch.empty(8, 128)), {})

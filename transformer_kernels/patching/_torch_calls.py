@@ -35,6 +35,9 @@ AUTOCAST = "autocast chooses the dtype of its result"
 REFUSED = "this package's operation does not accept its arguments"
 FASTER = "PyTorch computes calls of this size in less time"
 
+MIN_PRODUCTS = 1 << 23
+"""Multiplications by a weight in a cache from which ours save more than the time of the checks of a rerouted call."""
+
 
 EPS_IS_WIDE = bool(torch.ops.aten.rms_norm(torch.full((1,), 1e-3, dtype=torch.bfloat16, device="cpu"), [1]) > 0.5)
 """Whether the default eps of this torch's RMSNorm belongs to its computation dtype, as in recent releases."""
@@ -98,7 +101,11 @@ def is_left(operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
         if dispatch_modes() or not x.is_cpu:
             return False
         if operation == "linear":
-            return x.numel() < linear_cpu.few_rows(args[1].numel(), True) * x.shape[-1]
+            weight = args[1]
+            fewest = linear_cpu.few_rows(size := weight.numel(), True) * x.shape[-1]
+            if fewest and size < linear_cpu.MIN_READ and not any_autocast():
+                fewest = max(fewest, MIN_PRODUCTS // weight.shape[0])
+            return x.numel() < fewest
         if operation == "attention":
             return not any_autocast() and x.numel() // x.shape[-1] * args[1].shape[-2] < left_below(operation, x.dtype)
         if operation == "embedding":
