@@ -297,7 +297,7 @@ class MultiHeadAttention(_WithBackend, torch.nn.MultiheadAttention):
         real, bias = self._masks(key_padding_mask, attn_mask, q)
         if is_causal and attn_mask is None and not self.causal_by_itself:
             raise ValueError("MultiHeadAttention: is_causal needs an attn_mask")
-        causal = is_causal and (attn_mask is None or q.shape[2] == k.shape[2])
+        causal = is_causal and (attn_mask is None or bool(q.shape[2] == k.shape[2]))  # a tensor in torch.jit.trace
         dropout_p = self.dropout if self.training else 0.0
         options: dict[str, Any] = {"causal": causal, "key_padding_mask": real, "attn_bias": bias}
         mixed = ops.attention(q, k, v, dropout_p=dropout_p, backend=self.backend, **options)

@@ -68,6 +68,15 @@ def test_exports_with_the_operators(export, model, x):
     torch.testing.assert_close(export(patched(model), x), model(x), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*Python boolean")
+def test_a_trace_of_causal_attention_has_the_operator(x):
+    """The lengths that are compared are tensors in it."""
+    mask = nn.Transformer.generate_square_subsequent_mask(7)
+    ours = patched(nn.TransformerDecoder(nn.TransformerDecoderLayer(WIDTH, 4, 48, batch_first=True), 1)).eval()
+    graph = torch.jit.trace(ours, (x, x, mask)).inlined_graph
+    assert sum(node.kind() == "transformer_kernels::attention" for node in graph.nodes()) == 2
+
+
 def test_an_export_has_the_operators(model, x):
     graph = torch.export.export(patched(model), (x,)).graph
     assert any(str(node.target).startswith("transformer_kernels.") for node in graph.nodes)
