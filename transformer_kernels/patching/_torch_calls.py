@@ -101,11 +101,12 @@ def is_left(operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
         if dispatch_modes() or not x.is_cpu:
             return False
         if operation == "linear":
-            weight = args[1]
-            fewest = linear_cpu.few_rows(size := weight.numel(), True) * x.shape[-1]
-            if fewest and size < linear_cpu.MIN_READ and not any_autocast():
-                fewest = max(fewest, MIN_PRODUCTS // weight.shape[0])
-            return x.numel() < fewest
+            weight, elements = args[1], x.numel()
+            fewest = linear_cpu.few_rows(size := weight.numel(), True)
+            if elements < fewest * x.shape[-1]:
+                return True
+            saves_little = size < linear_cpu.MIN_READ and elements * weight.shape[0] < MIN_PRODUCTS
+            return fewest > 0 and saves_little and not any_autocast()
         if operation == "attention":
             return not any_autocast() and x.numel() // x.shape[-1] * args[1].shape[-2] < left_below(operation, x.dtype)
         if operation == "embedding":
