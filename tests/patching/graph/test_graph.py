@@ -947,6 +947,55 @@ def test_casts_of_a_norm_are_fused_into_it():
         torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-2)
 
 
+def written(y):
+    first = y.bfloat16()
+    first.view(-1, 64).mul_(2)
+    return first, y.bfloat16()
+
+
+def written_after_a_view(y):
+    first = y.view(-1, 64).bfloat16()
+    first.view(-1).mul_(2)
+    return first, y.bfloat16()
+
+
+def returned(y):
+    return y.bfloat16(), y.bfloat16()
+
+
+def without_a_gradient(y):
+    with torch.no_grad():
+        first = y.bfloat16()
+    return first * y.bfloat16(), y.bfloat16()
+
+
+def normed(x, weight):
+    return F.rms_norm(x.float(), (64,), weight, 1e-6)
+
+
+def rotated(x, angles):
+    swapped = torch.cat((-x[..., 32:], x[..., :32]), -1)
+    angles = torch.cat((angles, angles), -1)
+    return x * angles.cos() + swapped * angles.sin()
+
+
+@pytest.mark.parametrize("use", (written, written_after_a_view, returned, without_a_gradient))
+@pytest.mark.parametrize(("made", "other"), ((normed, (64,)), (rotated, (128, 32))))
+def test_rounded_copies_that_are_not_alike_stay_apart(made, other, use):
+    def run(x, other):
+        return use(made(x, other))
+
+    compiled, other = tk.compile(run), sample(*other, dtype=torch.float32).detach()
+    x, same = (sample(8, 4, 128, 64, dtype=torch.bfloat16) for _ in range(2))
+    found, expected = compiled(x, other), run(same, other)
+    assert found[0].data_ptr() != found[1].data_ptr()
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
+    for result in (found, expected):
+        sum(value.float().square().sum() for value in result).backward()
+    assert (x.grad - same.grad).norm() <= 2e-2 * same.grad.norm()
+
+
 def test_dropout_drops_the_right_share():
     compiled = tk.compile(lambda x: F.dropout(x, 0.25) + 1.0)
     x = torch.ones(64, 1024, requires_grad=True)

@@ -143,6 +143,8 @@ class Rewriter:
             reason = self._obstacle(pattern, found)
             if reason is None:
                 replacement = pattern.replace(found)
+                if isinstance(replacement, Replacement) and not self._may_round(found, replacement):
+                    replacement = "a rounded copy of it is written to, returned, or made in another context"
                 if isinstance(replacement, Replacement):
                     self._replace(pattern, found, replacement)
                     return
@@ -222,6 +224,21 @@ class Rewriter:
             if node in self.own:  # a part that was an operation of its own
                 self.outcome.count(self.own[node][1], -1)
         self.outcome.left.pop((pattern.operation, root.name), None)
+
+    def _may_round(self, found: Found, replacement: Replacement) -> bool:
+        """Whether all users that round the result can read one rounded tensor."""
+        dtype, readers = replacement.rounded or replacement.dtype, list[fx.Node]()
+        waiting = [] if dtype is None else found.roundings(dtype)
+        while waiting:
+            node = waiting.pop()
+            if self.regions.get(node) != self.regions.get(found.root):
+                return False  # a cast without a gradient is another value
+            if name_of(node) in VIEWS:
+                waiting += node.users
+            else:
+                readers.append(node)
+        copies = [node for node in readers if is_cast(node)]
+        return len(readers) < 2 or not any(self.writes.touches(node) or self.writes.escapes(node) for node in copies)
 
     def _rounded(self, found: Found, dtype: torch.dtype, new: fx.Node, place: fx.Node) -> fx.Node:
         """The first result of `new`; the users of the match that round it receive the third one."""
