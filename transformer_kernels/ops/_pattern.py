@@ -142,7 +142,7 @@ class Match(Protocol):
         """The users of the result that round it to `dtype`: casts, and operators whose operands autocast casts."""
 
     def uncast(self, value: Any) -> Any:
-        """What is cast to this value, or the value."""
+        """What is cast to this value, or the value if the two differ in more than their dtype."""
 
     @property
     def dtype(self) -> torch.dtype:

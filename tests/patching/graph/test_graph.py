@@ -996,6 +996,49 @@ def test_rounded_copies_that_are_not_alike_stay_apart(made, other, use):
     assert (x.grad - same.grad).norm() <= 2e-2 * same.grad.norm()
 
 
+def written_weight(x, weight):
+    narrow = weight.to(torch.bfloat16)
+    narrow.view(-1).mul_(2)
+    return F.linear(x, narrow)
+
+
+def weight_without_a_gradient(x, weight):
+    with torch.no_grad():
+        narrow = weight.to(torch.bfloat16)
+    return F.linear(x, narrow)
+
+
+def written_rows(x, weight):
+    wide = x.float()
+    wide.view(-1).mul_(2)
+    return F.linear(wide + F.rms_norm(wide, (256,), torch.ones(256), 1e-6), weight)
+
+
+def rows_without_a_gradient(x, weight):
+    with torch.no_grad():
+        wide = (x * 2).float()
+    return F.linear(F.rms_norm(wide, (256,), torch.ones(256), 1e-6), weight) + x
+
+
+@pytest.mark.parametrize(
+    "run",
+    (written_weight, weight_without_a_gradient, written_rows, rows_without_a_gradient),
+    ids=lambda run: run.__name__,
+)
+def test_casts_that_do_more_under_autocast_are_kept(run):
+    """A cast that is written to, or made without gradients, is no other form of what it casts."""
+    results = []
+    for function in (tk.compile(run), run):
+        x, weight = sample(1024, 256, dtype=torch.bfloat16), sample(256, 256, dtype=torch.float32, seed=1)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = function(x, weight)
+        y.float().square().sum().backward()
+        results.append((y.detach(), x.grad, weight.grad))
+    for mine, theirs in zip(*results, strict=True):
+        assert (mine is None) is (theirs is None)
+        assert mine is None or (mine - theirs).norm() <= 2e-2 * theirs.norm()
+
+
 def test_dropout_drops_the_right_share():
     compiled = tk.compile(lambda x: F.dropout(x, 0.25) + 1.0)
     x = torch.ones(64, 1024, requires_grad=True)

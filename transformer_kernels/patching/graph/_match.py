@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -63,7 +63,9 @@ class Found:
     bound: dict[str, Any]
     inner: tuple[fx.Node, ...]
     trains: bool
-    backend: str | None = None
+    backend: str | None
+    is_written: Callable[[fx.Node], bool]
+    """Whether the memory of a node is written to in place somewhere."""
 
     @property
     def is_auto(self) -> bool:
@@ -93,8 +95,14 @@ class Found:
         return [] if self.dtype is dtype else [user for user in self.root.users if rounds_input(user, dtype)]
 
     def uncast(self, value: Any) -> Any:
-        """What is cast to this value, or the value."""
-        return value.args[0] if isinstance(value, fx.Node) and is_cast(value) else value
+        """What is cast to this value, or the value if the two differ in more than their dtype."""
+        if not isinstance(value, fx.Node) or not is_cast(value):
+            return value
+        given: Any = value.args[0]
+        if self.is_written(value) or self.is_written(given):
+            return value
+        without_gradient = self.trains and fake(given).requires_grad != fake(value).requires_grad
+        return value if without_gradient else given
 
 
 def rounds_input(node: fx.Node, dtype: torch.dtype) -> bool:

@@ -139,7 +139,7 @@ class Rewriter:
     def _try(self, pattern: Pattern, root: fx.Node) -> None:
         reason = None
         for state in self.matcher.search(pattern.term, root):
-            found = Found(root, state.bound, state.inner, self.trains, self.backend)
+            found = Found(root, state.bound, state.inner, self.trains, self.backend, self.writes.touches)
             reason = self._obstacle(pattern, found)
             if reason is None:
                 replacement = pattern.replace(found)
