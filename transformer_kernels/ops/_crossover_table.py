@@ -6,8 +6,9 @@ Counted are the elements of the first tensor, of the result of an embedding, and
 with gradients `linear` has a rule of its own (`patching/_products.py`). "attention rerouted" is F's function inside
 `accelerate`, where a call that is rerouted costs about 8 us more. "attention module" is a patched module, which runs
 its original forward; with a mask its rows are counted. Rows of modules are measured by `python -m benchmarks.patched
---modules` in float32, in inference, those of "rms_norm module" by whole models; their training is this package's, but
-for "multihead" modules, the "weights" of which are those that torch returns.
+--modules` in float32, in inference, those of "rms_norm module" by whole models; their training is this package's.
+"multihead" modules are torch.nn.MultiheadAttention, with "weights" where it returns these: measured on a Zen 4 with
+AVX-512 in both modes. Their entries in the other columns are copies and were not measured.
 
 "avx2" and "avx512" were measured by `python -m benchmarks.crossovers --write` on an AMD EPYC with AVX-512, each in a
 process that is restricted to it ("avx2" is also the table of plain kernels); "amx" on two Xeons with AMX, its linear

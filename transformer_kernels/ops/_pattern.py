@@ -142,7 +142,7 @@ class Match(Protocol):
         """The users of the result that round it to `dtype`: casts, and operators whose operands autocast casts."""
 
     def uncast(self, value: Any) -> Any:
-        """What is cast to this value, or the value if the two differ in more than their dtype."""
+        """The input of the cast that computes this value, if only the dtype differs; else the value."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -55,6 +55,7 @@ def multiplies_under_autocast(x: Tensor, weight: Tensor, recorded: bool) -> bool
 
 
 def _has_rows_alone(x: Tensor, weight: Tensor) -> bool:
+    """Whether x has enough rows for a product without gradients."""
     fewest = next(rows for elements, rows in MIN_ROWS_ALONE_UNDER_AUTOCAST if weight.numel() <= elements)
     return x.numel() >= fewest * x.shape[-1]
 

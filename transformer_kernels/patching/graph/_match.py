@@ -95,7 +95,7 @@ class Found:
         return [] if self.dtype is dtype else [user for user in self.root.users if rounds_input(user, dtype)]
 
     def uncast(self, value: Any) -> Any:
-        """What is cast to this value, or the value if the two differ in more than their dtype."""
+        """The input of the cast that computes this value, if only the dtype differs; else the value."""
         if not isinstance(value, fx.Node) or not is_cast(value):
             return value
         given: Any = value.args[0]
@@ -115,7 +115,7 @@ def rounds_input(node: fx.Node, dtype: torch.dtype) -> bool:
 
 
 def is_cast(node: fx.Node) -> bool:
-    """Whether a node does nothing but to change the dtype of its input."""
+    """Whether a node only changes the dtype of its input."""
     return name_of(node) in CASTS and is_tensor(node.args[0]) and fake(node.args[0]).device == fake(node).device
 
 
