@@ -82,9 +82,9 @@ def refusal(
 
 
 @functools.cache
-def left_below(operation: str, dtype: torch.dtype) -> int:
-    """The size below which "auto" leaves calls to PyTorch, in inference and in training."""
-    first, end = of_pytorch(operation + REROUTED, dtype.itemsize, None)
+def left_below(operation: str, dtype: torch.dtype, recorded: bool | None = None) -> int:
+    """The size below which "auto" leaves calls to PyTorch; by default in inference and in training."""
+    first, end = of_pytorch(operation + REROUTED, dtype.itemsize, recorded)
     return 0 if first else end
 
 
@@ -113,7 +113,7 @@ def is_left(operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
             return args[1].numel() * x.shape[-1] < left_below(operation, x.dtype)
         if kwargs and kwargs.get("approximate") == "tanh":
             operation = "gelu_tanh"
-        return x.numel() < left_below(operation, x.dtype)
+        return x.numel() < left_below(operation, x.dtype, None if torch.is_grad_enabled() else False)
     except (AttributeError, IndexError, RuntimeError, TypeError, ZeroDivisionError):  # the handler has the reason
         return False
 
