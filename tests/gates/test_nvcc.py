@@ -8,7 +8,7 @@ from benchmarks.compilers import cuda as cuda_report
 from benchmarks.compilers import cuda_launches, static
 from benchmarks.compilers.machine_code import Flow, bytes_in_flight, disassembler
 from tests.gates.machine_code import dropout_instructions, overlapped_loop, registers_by_role
-from tests.support.day import EVERY
+from tests.support.day import EVERY, in_turn
 from tests.support.operations import row_operations
 from transformer_kernels.backends import build as _build
 from transformer_kernels.backends import cuda as _extension
@@ -42,8 +42,10 @@ TWINS = {
     "attention_float32": ("80",),
     "geglu": ("75", "120"),
 }
-"""Excluded if CI requests fewer: their templates are also in another file, which is compiled for sm_80 and sm_90a, or
-use no instruction that is specific to an architecture."""
+"""Architectures of a source if CI requests fewer: its templates are also in another file, which is compiled for sm_80
+or sm_90a, or use no instruction that is specific to an architecture."""
+ON_THIS_DAY = in_turn(cuda_report.DEFAULT_ARCHITECTURES)
+"""And those of the other sources."""
 
 LOADS_OF_A_VECTOR = {
     "softmax_forward_kernel": 1,
@@ -60,7 +62,7 @@ def targets(sources):
     return [
         (source, architecture)
         for source in sources
-        for architecture in (ARCHITECTURES if EVERY == 1 else TWINS.get(source, cuda_report.DEFAULT_ARCHITECTURES))
+        for architecture in (ARCHITECTURES if EVERY == 1 else TWINS.get(source, ON_THIS_DAY))
     ]
 
 

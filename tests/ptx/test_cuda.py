@@ -3,6 +3,7 @@
 The emulation compiles the sources with g++; here nvcc's front end and optimiser have been at work.
 """
 
+import itertools
 import re
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from tests.ptx.test_operations import PER_DTYPE
 from tests.support.arguments import normal
+from tests.support.day import in_turn
 from tests.support.operations import CPU, EXAMPLES
 from tests.support.parity import check_parity
 from tests.support.ptx.cases import outcome, poisoned, problems
@@ -55,8 +57,7 @@ def check(result):
     assert not (lines := problems(result)), "\n".join(lines[:20])
 
 
-@PER_DTYPE
-@pytest.mark.parametrize("op", sorted(SOURCES))
+@pytest.mark.parametrize(("op", "dtype"), in_turn(itertools.product(sorted(SOURCES), SUFFIX)), ids=str)
 def test_every_operation_matches_reference(op, dtype):
     check(parity(op, EXAMPLES[op].make(12, 64, dtype)))
 

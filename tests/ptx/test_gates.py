@@ -3,11 +3,13 @@
 TRANSFORMER_KERNELS_GATES_EVERY thins them.
 """
 
+import itertools
+
 import pytest
 
 from benchmarks.compilers.triton import OPERATIONS
-from tests.ptx.test_operations import DTYPES, PER_DTYPE, PER_TARGET, TARGETS
-from tests.support.day import EVERY, day
+from tests.ptx.test_operations import DTYPES, PER_DTYPE, TARGETS
+from tests.support.day import EVERY, day, in_turn
 from tests.support.operations import EXAMPLES
 from tests.support.ptx.cases import KNOWN, decoded, example, lengths, problems, random_call
 from tests.support.ptx.worker import in_worker
@@ -19,6 +21,7 @@ CALLS = max(2, 16 // EVERY)
 """Random calls of each operation."""
 LENGTHS = [(1, 1), (17, 17), (128, 128), (129, 129), (1, 129), (17, 128), (129, 17), (65, 257)]
 BY_PTX = sorted({*OPERATIONS, "packed_attention", "linear_cross_entropy"})
+OTHERS = [op for op in BY_PTX if op != "attention"]
 pytestmark = pytest.mark.slow
 
 
@@ -26,9 +29,7 @@ def check(outcome):
     assert outcome.findings.keys() <= KNOWN, "\n".join(outcome.lines[:20])
 
 
-@PER_TARGET
-@PER_DTYPE
-@pytest.mark.parametrize("op", [op for op in BY_PTX if op != "attention"])
+@pytest.mark.parametrize(("op", "dtype", "target"), in_turn(itertools.product(OTHERS, DTYPES, TARGETS)), ids=str)
 def test_every_operation_matches_reference(op, dtype, target):
     check(in_worker(example, op, target, dtype, 12, 64, {}))
 

@@ -3,6 +3,8 @@
 mbarriers, tensor copies, named barriers, registers that move between warp groups, and wgmma from nvcc.
 """
 
+import itertools
+
 import pytest
 import torch
 
@@ -14,6 +16,8 @@ from transformer_kernels.backends import cuda as backend
 
 pytestmark = pytest.mark.slow
 
+DTYPES = (torch.float16, torch.bfloat16)
+PERSISTENT = ("64 columns, padding", "64 columns, options", "128 columns", "128 columns, options")
 NOT_FOUND = {
     "plain: row and column of a box swapped, 1 of 4": "the box of queries, whose row and column are both 0",
     "plain: without bar.warp.sync, 1 of 6": "of the producer, whose other lanes do nothing",
@@ -37,16 +41,14 @@ def _sm_90(monkeypatch):
     monkeypatch.setenv("TRANSFORMER_KERNELS_EMULATE_ARCH", "90")
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(("name", "dtype"), in_turn(itertools.product(VARIANTS, DTYPES)), ids=str)
 def test_matches_reference(name, dtype):
     result = variant(name, dtype)
     assert result.kernels == ["attention_forward_sm90_kernel"]
     assert not (lines := problems(result)), "\n".join(lines[:20])
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
-@pytest.mark.parametrize("name", ["64 columns, padding", "64 columns, options", "128 columns", "128 columns, options"])
+@pytest.mark.parametrize(("name", "dtype"), in_turn(itertools.product(PERSISTENT, DTYPES)), ids=str)
 def test_a_persistent_grid_matches_reference(name, dtype):
     result = persistent(name, dtype)
     assert result.kernels == ["attention_forward_sm90_kernel"]
@@ -56,8 +58,11 @@ def test_a_persistent_grid_matches_reference(name, dtype):
 @pytest.mark.parametrize("call", in_turn(CALLS))
 def test_planted_bugs_are_found(call):
     assert not problems(CALLS[call](None))
-    verdicts = {name: verdict(call, bug, index) for name, (bug, index) in planted(call).items()}
-    unseen = {name for name, found in verdicts.items() if not found}
-    explained = {name for name in NOT_FOUND if name.startswith(f"{call}:")}
+    bugs = planted(call)
+    assert (
+        len(bugs) >= {"plain": 50, "options": 25}[call] and {name for name in NOT_FOUND if call in name} <= bugs.keys()
+    )
+    chosen = in_turn(bugs)
+    unseen = {name for name in chosen if not verdict(call, *bugs[name])}
+    explained = NOT_FOUND.keys() & chosen
     assert unseen == explained, f"unexplained {sorted(unseen - explained)}; found now {sorted(explained - unseen)}"
-    assert len(verdicts) >= {"plain": 50, "options": 25}[call]

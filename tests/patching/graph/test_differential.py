@@ -60,5 +60,5 @@ def test_few_random_spellings(family: Family, mode: Mode) -> None:
 @modes
 @families
 def test_many_programs(family: Family, mode: Mode) -> None:
-    programs = [*family.single(), *family.trapped(), *family.sampled(400 // min(4, EVERY), 0)]
+    programs = [*family.single(), *family.trapped(), *family.sampled(400 // min(10, EVERY), 0)]
     none([line for line in failures(programs, mode) if "was recognised, only" not in line])
