@@ -7,6 +7,7 @@ import transformer_kernels as tk
 from python_ref import ops as reference
 from tests.support.arguments import normal
 from tests.support.parity import check_parity
+from transformer_kernels.ops.rotary import _torch
 
 OP = "rotary"
 
@@ -44,6 +45,20 @@ def test_heads_of_a_packed_projection_are_read_where_they_are(backend, device):
     views = {"q": packed[:, :, :4].transpose(1, 2), "k": packed[:, :, 4:6].transpose(1, 2)}
     check_parity(OP, backend, {**tensors, **{name: view.requires_grad_() for name, view in views.items()}})
     assert tk.rotary(**{**tensors, **views}, backend=backend)[0].is_contiguous()
+
+
+def test_queries_alone_are_rotated_by_the_backend(backend, dtype, device, monkeypatch):
+    """With keys of no heads, as in a graph, which rotates each tensor by itself."""
+    if backend != "torch":
+        monkeypatch.delattr(_torch.Kernels, "rotate")
+    results = []
+    for kv_heads in (2, 0):
+        tensors = make(dtype, device, torch.arange(9), 64, 64, kv_heads)
+        q, k = tk.rotary(**tensors, backend=backend)
+        q.square().sum().backward()
+        results.append((q, tensors["q"].grad))
+        assert k.shape == tensors["k"].shape
+    assert all(torch.equal(*both) for both in zip(*results, strict=True))
 
 
 def test_only_the_keys_have_a_gradient(backend, device):

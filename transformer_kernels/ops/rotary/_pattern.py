@@ -51,7 +51,7 @@ PHASE = Input("phase")
 COMPLEX = Call("real_pairs", Call("as_complex", X) * PHASE)
 COMPLEX_HALVES = Call("real_halves", Call("as_complex_halves", X) * PHASE)
 
-MIN_ELEMENTS = 1 << 17
+MIN_ELEMENTS = 1 << 14
 """Elements from which one pass is faster than several of PyTorch's."""
 
 
