@@ -21,7 +21,7 @@ from transformer_kernels.ops.activation._quick import quick_gelu
 from transformer_kernels.ops.rotary import _pattern as rotary_pattern
 from transformer_kernels.patching import graph
 from transformer_kernels.patching._products import multiplies_under_autocast
-from transformer_kernels.patching.graph import _rewrite
+from transformer_kernels.patching.graph import _multi_head, _rewrite
 
 ROOT = Path(__file__).parents[3]
 WEIGHT, BIAS = torch.linspace(0.5, 1.5, 16, dtype=torch.float64), torch.linspace(-1, 1, 16, dtype=torch.float64)
@@ -833,6 +833,19 @@ def test_multi_head_attention_under_autocast(masks):
     for mine, theirs in errors_under_autocast(model, compiled, x):
         assert mine <= 2 * theirs + 1e-6
     assert compiled.report().matched["multi_head_attention"] == 1
+
+
+@pytest.mark.parametrize("batch_first", (True, False))
+def test_multi_head_attention_multiplies_rows_in_the_order_of_memory(batch_first, monkeypatch):
+    """Without gradients PyTorch's product of a transposed view has a copy of the weight for each batch."""
+    attention = nn.MultiheadAttention(64, 4, batch_first=batch_first).eval()
+    x = sample(32, 16, 64, dtype=torch.float32).detach()
+    factors, linear = [], _multi_head.faster_linear
+    monkeypatch.setattr(_multi_head, "faster_linear", lambda x, *rest: factors.append(x) or linear(x, *rest))
+    with torch.no_grad():
+        compiled = torch.compile(lambda x: attention(x, x, x, need_weights=False)[0], backend="transformer_kernels")
+        torch.testing.assert_close(compiled(x), attention(x, x, x)[0], atol=1e-5, rtol=1e-5)
+    assert len(factors) == 2 and all(factor.is_contiguous() for factor in factors)
 
 
 class CastLinear(nn.Linear):

@@ -49,7 +49,7 @@ def multi_head_attention(
     else:
         out = attention(q, k, v, visible, dropout, causal, backend=backend or "auto")
     joined = out.permute(2, 0, 1, 3).reshape(query.shape)
-    return faster_linear(joined, out_weight, out_bias, backend), None
+    return _product(joined, out_weight, out_bias, backend), None
 
 
 multi_head_attention.rounds_under_autocast = True  # type: ignore[attr-defined]
@@ -67,10 +67,21 @@ def _projected(
     for tensor, count in groups:
         rows = slice(len(found) * width, (len(found) + count) * width)
         part = weight[len(found)] if isinstance(weight, tuple) else weight[rows]
-        product = faster_linear(tensor, part, None if bias is None else bias[rows], backend)
+        product = _product(tensor, part, None if bias is None else bias[rows], backend)
         split = product.view(*product.shape[:2], count, heads, width // heads)
         found.extend(split.permute(2, 1, 3, 0, 4))
     return found[0], found[1], found[2]
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None) -> Tensor:
+    """x W^T + b of x (L, B, E), without a copy of one that is (B, L, E) in memory.
+
+    PyTorch multiplies such a view batch by batch without gradients, in 16 bits with a copy of the weight for each.
+    """
+    batches = x.transpose(0, 1)
+    if x.is_contiguous() or not batches.is_contiguous():
+        return faster_linear(x, weight, bias, backend)
+    return faster_linear(batches, weight, bias, backend).transpose(0, 1)
 
 
 def _visible(mask: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
