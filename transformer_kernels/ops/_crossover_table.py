@@ -62,7 +62,7 @@ ROWS: dict[tuple[str, int], tuple[tuple[Limit, Limit], ...]] = {
     ("residual norm module", 0): ((1 << 23, 0), (1 << 14, 0), (1 << 18, 0)),
     ("rms_norm", 4): ((0, 0), (0, 0), (0, 0)),
     ("rms_norm", 2): ((0, 0), (0, 0), (0, 0)),
-    ("rms_norm module", 0): ((0, 0), (0, 0), (1 << 15, 0)),
+    ("rms_norm module", 0): ((0, 0), (0, 0), (0, 0)),
     ("rms_norm rerouted", 4): ((1 << 15, 0), (0, 0), (1 << 14, 0)),
     ("rms_norm rerouted", 2): ((0, 0), (0, 0), (0, 0)),
     ("softmax", 4): ((1 << 15, 1 << 18), (1 << 14, 1 << 16), (1 << 14, 1 << 19)),
