@@ -13,7 +13,7 @@ AVX-512 in both modes. Their entries in the other columns are copies and were no
 "avx2" and "avx512" were measured by `python -m benchmarks.crossovers --write` on an AMD EPYC with AVX-512, each in a
 process that is restricted to it ("avx2" is also the table of plain kernels); "amx" on two Xeons with AMX, its linear
 on an EPYC with AVX2. Most entries of "amx" are of the faster Xeon, 7.7 TFLOP/s in bfloat16 on two cores, and were
-measured beside other work; those of softmax in 16 bits with gradients are of an idle Xeon 6.
+measured beside other work; those of "rms_norm module" and of softmax in 16 bits with gradients are of an idle Xeon 6.
 """
 
 NEVER = 1 << 62

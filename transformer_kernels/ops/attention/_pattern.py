@@ -326,10 +326,10 @@ def _replace(match: Match) -> Replacement | str:
     leading = (*zip(q.shape[:-2], shared, strict=True), *zip(kt.shape[:-2], v.shape[:-2], strict=True))
     if not all(_same(a, b) for a, b in leading) or not _same(kt.shape[-1], v.shape[-2]):
         return "query, key and value do not have the same batch and heads"
-    read = _scores(match)
+    read = _written(match)
     if isinstance(read, str):
         return read
-    steps, masks, heads, windows = read.steps, read.masks, read.heads, read.windows
+    steps, masks, heads, windows, queries = read
     if windows is not None and groups != 1:
         return "heads are repeated in windows"
     if windows is not None and match.is_auto and match.trains:
@@ -347,27 +347,27 @@ def _replace(match: Match) -> Replacement | str:
     if small and softcap is not None:
         return SMALL
     fused = Fused(tuple(steps), scale, match.dtype, small, fill, heads, windows, softcap)
-    values: tuple[Any, ...] = (read.queries, bound["kt"], bound["v"], bound.get("p", 0.0))
+    values: tuple[Any, ...] = (queries, bound["kt"], bound["v"], bound.get("p", 0.0))
     if masks:
         split = None if windows is None else (windows, q.shape[1])
         values += (Prepared(Masks(tuple(steps), 4 if heads else q.dim(), v.dtype, split), tuple(masks)),)
     return Replacement(fused, values, permuted=bound.get("axes"))
 
 
-class Scores(NamedTuple):
-    """The scores of a match as they are written."""
+class Written(NamedTuple):
+    """The scores of a match as the program computes them."""
 
     steps: list[Step]
     """Innermost first."""
     masks: list[Any]
     heads: int | None
+    """By which the first axis is split, or None, as in `Fused`; so too `windows`."""
     windows: int | None
-    """By which the first axis is split, as in `Fused`."""
     queries: Any
-    """With the factors of the scores."""
+    """The graph's node of the queries, multiplied by the factors of the scores."""
 
 
-def _scores(match: Match) -> Scores | str:
+def _written(match: Match) -> Written | str:
     """The scores, or why `attention` does not compute them."""
     bound, q, kt = match.bound, match.fake("q"), match.fake("kt")
     queries = bound["q"]
@@ -415,7 +415,7 @@ def _scores(match: Match) -> Scores | str:
     if heads is not None:  # masks of three axes are given four
         split = iter(axes)
         steps = [step._replace(heads=heads) if step.has_mask and next(split) == 3 else step for step in steps]
-    return Scores(steps, masks, heads, windows, queries)
+    return Written(steps, masks, heads, windows, queries)
 
 
 def _unfit(mask: Any, scores: tuple[Any, ...]) -> str | None:

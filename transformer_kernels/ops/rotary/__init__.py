@@ -120,7 +120,7 @@ def rotary(
     Args:
         q: (B, Hq, L, D), float32, float16, bfloat16 (float64 with backend="torch"). Any strides; with a contiguous last
             axis, such as a view of a packed (B, L, heads, D) projection, nothing is copied first.
-        k: (B, Hk, L, D), the dtype of q.
+        k: (B, Hk, L, D), the dtype of q; Hk may be 0.
         cos: (L, R / 2), or (B, L, R / 2) where each sequence has its own positions; float32 or the dtype of q. R <= D
             columns are rotated, the others are copied. `python_ref.ops.rotary_table` computes cos and sin; they have
             no gradient.

@@ -74,12 +74,12 @@ def _projected(
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None) -> Tensor:
-    """x W^T + b of x (L, B, E), without a copy of one that is (B, L, E) in memory.
+    """x W^T + b of x (L, B, E), or of the tensor (B, L, E) that x is a transposed view of.
 
-    PyTorch multiplies such a view batch by batch without gradients, in 16 bits with a copy of the weight for each.
+    Without gradients PyTorch multiplies such a view as a batch of matrices, in 16 bits with a copy of the weight for
+    each. The result has the strides of the view, so it is not for a product that the program itself reads.
     """
-    batches = x.transpose(0, 1)
-    if x.is_contiguous() or not batches.is_contiguous():
+    if x.is_contiguous() or not (batches := x.transpose(0, 1)).is_contiguous():
         return faster_linear(x, weight, bias, backend)
     return faster_linear(batches, weight, bias, backend).transpose(0, 1)
 
