@@ -15,7 +15,7 @@ from benchmarks.gpu import kit, steps
 from benchmarks.gpu.session import FILES
 from benchmarks.gpu.summary import broken_off
 from benchmarks.runner import read_lines
-from tests.support.day import on_day
+from tests.support.day import on_turn
 from transformer_kernels.verification import BAD
 
 pytestmark = pytest.mark.slow
@@ -91,7 +91,7 @@ def kill(process):
     process.wait()
 
 
-@on_day(0)
+@on_turn(0)
 def test_both_calls_with_planted_failures(machine):
     folder, out = machine / "run", machine / "out"
     first = call(machine, "first", 600)

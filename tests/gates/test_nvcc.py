@@ -45,7 +45,7 @@ TWINS = {
 """Architectures of a source if CI requests fewer: its templates are also in another file, which is compiled for sm_80
 or sm_90a, or use no instruction that is specific to an architecture."""
 ON_THIS_DAY = in_turn(cuda_report.DEFAULT_ARCHITECTURES)
-"""And those of the other sources."""
+"""Architectures of the other sources if CI requests fewer."""
 
 LOADS_OF_A_VECTOR = {
     "softmax_forward_kernel": 1,

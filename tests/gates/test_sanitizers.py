@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.day import in_turn
+from tests.support.day import in_turn, on_turn
 from transformer_kernels.backends import build as _build
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,7 +21,7 @@ OPTIONS = {
     "thread": {"TSAN_OPTIONS": "halt_on_error=1:exitcode=66:report_signal_unsafe=0:ignore_noninstrumented_modules=1"},
 }
 EMULATED = ("row_kernels", "attention one_warp_ahead", "attention random")
-"""Modules sanitized_*, with the schedule of the emulated threads."""
+"""Modules sanitized_*, that of attention with the schedule of its emulated threads."""
 LIBRARY = {"address": "libasan.so", "thread": "libtsan.so"}
 
 
@@ -50,13 +50,19 @@ def run_sanitized(module, sanitizer, *arguments):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sanitizer, kernels", in_turn([*itertools.product(OPTIONS, EMULATED), ("address", "cpu")], 3))
-def test_kernels(sanitizer, kernels, tmp_path):
-    if kernels == "cpu":
-        arguments = ["cpu_kernels", str(_build.build_cpu(tmp_path, sanitizer))]
-    else:
-        _build.build_emulated(sanitizer)  # without the sanitizer's library, which slows down compilers
-        arguments = kernels.split()
-    result = run_sanitized(f"tests.gates.sanitized_{arguments[0]}", sanitizer, *arguments[1:])
+@pytest.mark.parametrize("sanitizer, kernels", in_turn(itertools.product(OPTIONS, EMULATED), 3))
+def test_kernels(sanitizer, kernels):
+    _build.build_emulated(sanitizer)  # without the sanitizer's library, which slows down compilers
+    module, *schedule = kernels.split()
+    result = run_sanitized(f"tests.gates.sanitized_{module}", sanitizer, *schedule)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]
     assert "kernels ran" in result.stdout
+
+
+@pytest.mark.slow
+@on_turn(0)
+def test_cpu_kernels(tmp_path):
+    built = _build.build_cpu(tmp_path, "address")
+    result = run_sanitized("tests.gates.sanitized_cpu_kernels", "address", str(built))
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]
+    assert "CPU kernels ran" in result.stdout

@@ -1,7 +1,6 @@
 """Each test of an operation runs in every backend and dtype that can run here."""
 
 import itertools
-import random
 import zlib
 from collections import Counter
 
@@ -11,7 +10,7 @@ import torch
 import transformer_kernels as tk
 from tests.support import interpreter
 from tests.support.arguments import DTYPES, dtype_id
-from tests.support.day import EVERY, day
+from tests.support.day import EVERY, turn
 from tests.support.parity import backend_fixture, require, tested_operation
 from transformer_kernels.ops.attention import AttentionCall
 from transformer_kernels.ops.attention.packed import PackedAttentionCall
@@ -35,7 +34,7 @@ def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
         return
     other_day = pytest.mark.skip(reason=f"one part in {PARTS} of these cases runs on a day")
-    turn, others = random.Random(day()).randrange(PARTS), itertools.count()
+    this_part, others = turn(PARTS), itertools.count()
     cases: dict[tuple[str, str], int] = {}
     counts: Counter[tuple[str, str]] = Counter()
     for item in items:
@@ -54,7 +53,7 @@ def pytest_collection_modifyitems(items):
         executed = executed[1:] if "::test_float32_" in function else executed  # of parameters beside a 16-bit x
         if executed[(number // 2 if beyond else number) % len(executed)] is not dtype or (beyond and number % 2):
             item.add_marker(pytest.mark.slow)
-            if next(others) % PARTS != turn:
+            if next(others) % PARTS != this_part:
                 item.add_marker(other_day)
 
 

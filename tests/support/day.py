@@ -29,7 +29,11 @@ def in_turn(cases, parts=2):
     return cases if EVERY == 1 else random.Random(day()).sample(cases, -(-len(cases) // parts))
 
 
-def on_day(number, parts=2):
-    """Marks a test that takes minutes: it runs on every day whose number, below `parts`, is this one."""
-    its_turn = EVERY == 1 or random.Random(day()).randrange(parts) == number
-    return pytest.mark.skipif(not its_turn, reason=f"runs on one day in {parts}")
+def turn(parts):
+    """The number below `parts` that this day draws."""
+    return random.Random(day()).randrange(parts)
+
+
+def on_turn(number, parts=2):
+    """Marks a test that takes minutes: where the gates take a part, it runs on the days that draw this number."""
+    return pytest.mark.skipif(EVERY > 1 and turn(parts) != number, reason=f"runs on one day in {parts}")

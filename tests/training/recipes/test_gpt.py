@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.day import on_day
+from tests.support.day import on_turn
 from transformer_kernels import cli
 from transformer_kernels.training import Trainer, load_trained
 from transformer_kernels.training.recipes.gpt import GPTRecipe, GPTRecipeConfig
 
 
 @pytest.mark.slow
-@on_day(1)
+@on_turn(1)
 def test_byte_pairs_of_shakespeare(tmp_path):
     checkout = Path(__file__).parents[3]
     data = Path(os.environ.get("TRANSFORMER_KERNELS_DATA") or checkout.parent / "shared" / "data")
